@@ -1,0 +1,1 @@
+"""One TOML file per target; read by :mod:`staticgen.profiles`."""

@@ -1,0 +1,87 @@
+"""What a backend is: something that turns a step of one size into a program that can be replayed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from staticgen.cache import KVBuffers, KVCache
+from staticgen.shapes import StepForm, StepShape
+from staticgen.step import Step
+
+
+class Program(ABC):
+    """A step of one fixed size, ready to replay.
+
+    What a call returns belongs to the program and is overwritten by its next call.
+    """
+
+    def __init__(self, shape: StepShape):
+        self.shape = shape
+
+    def __call__(
+        self, token_ids: torch.Tensor, position_ids: torch.Tensor, cache: KVCache
+    ) -> tuple[torch.Tensor, KVBuffers]:
+        """Run the step once.
+
+        Args:
+            token_ids: int64 [B, T].
+            position_ids: int64 [B, T], -1 where a token is padding.
+            cache: with B rows and L slots; read, not written.
+
+        Returns:
+            logits float32 [B, V] of the last token; keys and values of the T tokens.
+
+        Raises:
+            ValueError: an input has not the size or dtype that the program was compiled for.
+        """
+        expected = (self.shape.batch, self.shape.tokens)
+        for name, tensor in (("token_ids", token_ids), ("position_ids", position_ids)):
+            if tuple(tensor.shape) != expected or tensor.dtype != torch.int64:
+                raise ValueError(
+                    f"{name}: this program replays int64 {list(expected)}, got {tensor.dtype} {list(tensor.shape)}"
+                )
+        slots = (self.shape.batch, self.shape.cache_length)
+        if tuple(cache.slot_positions.shape) != slots:
+            raise ValueError(f"cache: this program replays {list(slots)} slots, got {list(cache.slot_positions.shape)}")
+        return self._run(token_ids, position_ids, cache)
+
+    @abstractmethod
+    def _run(
+        self, token_ids: torch.Tensor, position_ids: torch.Tensor, cache: KVCache
+    ) -> tuple[torch.Tensor, KVBuffers]: ...
+
+
+class Backend(ABC):
+    """One kind of target, opened on one device.
+
+    Args:
+        device: the backend's own name for a device; None takes its default.
+        options: compiler options by the vendor's names; None for none.
+
+    Attributes:
+        device: the device in use.
+        form: how the step's attention is written for it.
+        prefill_buckets: sizes of prefill steps, ascending.
+        emulated: the device named is stood in for by another one.
+    """
+
+    name: ClassVar[str]
+    emulated: bool = False
+
+    def __init__(self, device: str | None = None, options: Mapping[str, str] | None = None):
+        self.device = device or "cpu"
+        self.form = StepForm()
+        self.prefill_buckets: tuple[int, ...] = (16, 128)
+
+    @property
+    def description(self) -> str:
+        """Backend and device in words, for people."""
+        return f"{self.name} on {self.device}"
+
+    @abstractmethod
+    def compile(self, step: Step, shape: StepShape) -> Program:
+        """Compile ``step`` for one size; may take seconds to minutes."""

@@ -1,0 +1,165 @@
+"""Backend ``openvino``: the step compiled by OpenVINO, on the CPU unless another device is named.
+
+The step is converted once, with every size left open, and then fixed to each size that is compiled:
+for a 30-layer model conversion takes seconds where compiling one size takes two. The cache and the
+outputs are host memory that OpenVINO reads and writes in place.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from staticgen.backends.base import Backend, Program
+from staticgen.cache import KVBuffers, KVCache
+from staticgen.errors import BackendUnavailableError, CompileError, UnknownNameError
+from staticgen.profiles import load_profile
+from staticgen.shapes import StepShape
+from staticgen.step import Step
+
+try:
+    import openvino as ov
+except ImportError as error:  # pragma: no cover - openvino is a dependency of the package
+    raise BackendUnavailableError("OpenVINO is not installed: pip install openvino") from error
+
+_PRECISION = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+_PROFILES = {"CPU": "generic-cpu", "GPU": "intel-gpu", "NPU": "intel-npu"}
+
+# Converted steps with open sizes, kept as long as the step itself.
+_converted: weakref.WeakKeyDictionary[Step, ov.Model] = weakref.WeakKeyDictionary()
+
+
+class OpenVINOProgram(Program):
+    """An infer request over buffers that are bound once."""
+
+    def __init__(self, compiled: ov.CompiledModel, step: Step, shape: StepShape):
+        super().__init__(shape)
+        self._request = compiled.create_infer_request()
+        self._token_ids = torch.zeros(shape.batch, shape.tokens, dtype=torch.int64)
+        self._position_ids = torch.zeros_like(self._token_ids)
+        self._logits = torch.zeros(shape.batch, step.vocab_size)
+        self._new = KVBuffers(step.cache_spec, shape.batch, shape.tokens)
+        self._cache: KVCache | None = None
+        for index, tensor in enumerate((self._token_ids, self._position_ids)):
+            self._request.set_input_tensor(index, _share(tensor))
+        for index, tensor in enumerate((self._logits, *self._new.keys, *self._new.values)):
+            self._request.set_output_tensor(index, _share(tensor))
+
+    def _run(
+        self, token_ids: torch.Tensor, position_ids: torch.Tensor, cache: KVCache
+    ) -> tuple[torch.Tensor, KVBuffers]:
+        if cache is not self._cache:
+            past = (cache.slot_positions, *cache.buffers.keys, *cache.buffers.values)
+            for index, tensor in enumerate(past, start=2):
+                self._request.set_input_tensor(index, _share(tensor))
+            self._cache = cache
+        self._token_ids.copy_(token_ids)
+        self._position_ids.copy_(position_ids)
+        self._request.infer()
+        return self._logits, self._new
+
+
+class OpenVINOBackend(Backend):
+    """``device`` is OpenVINO's: CPU, GPU, GPU.1, AUTO:GPU,CPU ...; ``options`` are its properties."""
+
+    name = "openvino"
+    default_device = "CPU"
+
+    def __init__(self, device: str | None = None, options: Mapping[str, str] | None = None):
+        super().__init__((device or self.default_device).upper(), options)
+        self._core = ov.Core()
+        self._require_devices()
+        profile = load_profile(_PROFILES.get(self.device.split(":")[-1].split(",")[0].split(".")[0], "generic-cpu"))
+        self.form = profile.form
+        self.prefill_buckets = profile.prefill_buckets
+        self._options = {**profile.compile_options, **(options or {})}
+
+    def compile(self, step: Step, shape: StepShape) -> Program:
+        model = static_model(step, shape)
+        options = {"INFERENCE_PRECISION_HINT": _PRECISION[step.dtype], **self._options}
+        try:
+            compiled = self._core.compile_model(model, self.device, options)
+        except RuntimeError as error:
+            raise CompileError(f"OpenVINO device {self.device} refused the step {shape}: {error}") from error
+        return OpenVINOProgram(compiled, step, shape)
+
+    def _require_devices(self) -> None:
+        """Every device named must be here: OpenVINO's own fallback to another one would be silent."""
+        present = list(self._core.available_devices)
+        wanted = [part for part in self.device.replace(":", ",").split(",") if part not in ("AUTO", "HETERO", "MULTI")]
+        for device in wanted:
+            family = device.split(".")[0]
+            if family not in _PROFILES:
+                raise UnknownNameError(f"unknown OpenVINO device {device!r}: expected one of {', '.join(_PROFILES)}")
+            if device not in present and family not in (name.split(".")[0] for name in present):
+                raise BackendUnavailableError(missing_device_message(self.name, device, present))
+
+
+def missing_device_message(backend: str, device: str, present: list[str]) -> str:
+    """What is missing, what was found, and what can be done about it."""
+    hint = {
+        "GPU": "install Intel's compute runtime (OpenCL) and let this user open /dev/dri/render*",
+        "NPU": "install Intel's NPU driver with its compiler and let this user open /dev/accel/accel0; without an NPU, "
+        "backend_options={'NPUW_DEVICES': 'CPU'} runs the NPU plugin on the CPU",
+    }.get(device.split(".", maxsplit=1)[0], "")
+    return (
+        f"backend {backend!r} wants OpenVINO device {device}, but OpenVINO finds {', '.join(present) or 'none'} here. "
+        f"Alternatives: backend='openvino' (the CPU) or backend='auto'. For {device}: {hint}"
+    )
+
+
+def static_model(step: Step, shape: StepShape) -> ov.Model:
+    """The step as an OpenVINO model in which every dimension is fixed to ``shape``.
+
+    Raises:
+        CompileError: a dimension stayed open; the message names the operation.
+    """
+    model = convert_step(step).clone()
+    sizes = [tuple(tensor.shape) for tensor in step.example_inputs(shape)]
+    model.reshape({port: ov.PartialShape(list(size)) for port, size in zip(model.inputs, sizes, strict=True)})
+    for operation in model.get_ops():
+        for output in operation.outputs():
+            if output.get_partial_shape().is_dynamic:
+                raise CompileError(
+                    f"the step {shape} is not static: {operation.get_friendly_name()} has shape {output.get_partial_shape()}"
+                )
+    return model
+
+
+def convert_step(step: Step) -> ov.Model:
+    """The step as an OpenVINO model with open sizes; converted once per step.
+
+    It goes through a trace, which records sizes as operations; torch.export would fix or guard them and took
+    five times as long for open sizes.
+    """
+    if step not in _converted:
+        example = step.example_inputs(StepShape(batch=2, tokens=3, cache_length=16))
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the tracer warns of every size that it records
+            model = ov.convert_model(step, example_input=example)
+        _name_ports(model, step)
+        _converted[step] = model
+    return _converted[step]
+
+
+def _name_ports(model: ov.Model, step: Step) -> None:
+    layers = range(step.layers)
+    inputs = ["token_ids", "position_ids", "slot_positions"]
+    inputs += [f"past_key.{index}" for index in layers] + [f"past_value.{index}" for index in layers]
+    outputs = ["logits"] + [f"new_key.{index}" for index in layers] + [f"new_value.{index}" for index in layers]
+    for ports, names in ((model.inputs, inputs), (model.outputs, outputs)):
+        if len(ports) != len(names):
+            raise CompileError(f"conversion gave {len(ports)} ports where the step has {len(names)}")
+        for port, name in zip(ports, names, strict=True):
+            port.get_tensor().set_names({name})
+
+
+def _share(tensor: torch.Tensor) -> Any:
+    """An OpenVINO tensor over the memory of a contiguous torch tensor."""
+    if tensor.dtype == torch.bfloat16:  # numpy has no bfloat16
+        return ov.Tensor(tensor.view(torch.uint16).numpy(), ov.Shape(list(tensor.shape)), ov.Type.bf16)
+    return ov.Tensor(tensor.numpy(), shared_memory=True)

@@ -1,0 +1,169 @@
+"""``generate`` and ``stream`` on a model: they make a session for its sizes and keep it with the model."""
+
+from __future__ import annotations
+
+import json
+import threading
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from staticgen.decoding import Decoding
+from staticgen.prompts import Prompts
+from staticgen.session import Session, new_token_count, read_call
+from staticgen.step import check_model, position_limit
+
+DEFAULT_MAX_LENGTH = 512
+# Sessions kept for one model; the one that was used longest ago goes first.
+SESSIONS_PER_MODEL = 4
+
+
+def generate(
+    model: PreTrainedModel,
+    ids: Any,
+    attention_mask: Any = None,
+    *,
+    max_length: int | None = None,
+    max_new_tokens: int | None = None,
+    backend: str = "auto",
+    layout: str = "ring",
+    prefill_buckets: Sequence[int] | None = None,
+    device: str | None = None,
+    backend_options: Mapping[str, str] | None = None,
+    generation_config: GenerationConfig | None = None,
+    **decoding: Any,
+) -> torch.Tensor:
+    """Generate tokens as ``model.generate`` does, on static shapes.
+
+    The first call compiles for its sizes, and the session stays with the model: another call with the
+    same number of prompts, ``max_length``, backend and layout compiles nothing, nor does any other prompt
+    length, mask or decoding setting. When the model's weights have changed, it compiles anew.
+
+    Args:
+        model: a causal decoder of transformers, on the CPU.
+        ids: int64 [B, T] or [T]: tensor, numpy array, list of ids or (ragged) list of lists.
+        attention_mask: [B, T], 1 on real tokens, 0 on the padding at the left.
+        max_length: tokens of a row, prompt and padding included; sizes the buffers.
+        max_new_tokens: how many new tokens at most. Alone, it sizes the buffers together with the
+            prompt, rounded up to a power of two. With neither, and none in the generation config,
+            512 bounds the length, and a warning says so.
+        backend: ``"auto"``, ``"openvino"``, ``"npu"``, ``"eager"``; see :class:`staticgen.Session`, also for
+            ``layout``, ``prefill_buckets``, ``device`` and ``backend_options``.
+        generation_config, decoding: see :meth:`staticgen.Session.generate`.
+
+    Returns:
+        int64 [B, at most max_length]: the prompts as given, then the new tokens; a row that has ended is
+        filled with the pad token.
+
+    Raises:
+        ValueError, TypeError: bad input, before anything is compiled.
+        UnsupportedModelError, BackendUnavailableError, CompileError: see :class:`staticgen.Session`.
+    """
+    lengths = {"max_length": max_length, "max_new_tokens": max_new_tokens}
+    session, prompts, settings = _prepare(
+        model, ids, attention_mask, generation_config, {**_given(lengths), **decoding},
+        backend=backend, layout=layout, prefill_buckets=prefill_buckets, device=device, backend_options=backend_options,
+    )  # fmt: skip
+    return session.run_to_end(prompts, settings)
+
+
+def stream(
+    model: PreTrainedModel,
+    ids: Any,
+    attention_mask: Any = None,
+    *,
+    max_length: int | None = None,
+    max_new_tokens: int | None = None,
+    backend: str = "auto",
+    layout: str = "ring",
+    prefill_buckets: Sequence[int] | None = None,
+    device: str | None = None,
+    backend_options: Mapping[str, str] | None = None,
+    generation_config: GenerationConfig | None = None,
+    **decoding: Any,
+) -> Iterator[torch.Tensor]:
+    """Like :func:`generate`, but yields the new tokens of each step, int64 [B], as they come.
+
+    Everything is checked and compiled when this is called, not at the first token. Closing the iterator
+    ends the call.
+    """
+    lengths = {"max_length": max_length, "max_new_tokens": max_new_tokens}
+    session, prompts, settings = _prepare(
+        model, ids, attention_mask, generation_config, {**_given(lengths), **decoding},
+        backend=backend, layout=layout, prefill_buckets=prefill_buckets, device=device, backend_options=backend_options,
+    )  # fmt: skip
+    return session.run(prompts, settings)
+
+
+def _prepare(
+    model: PreTrainedModel,
+    ids: Any,
+    attention_mask: Any,
+    generation_config: GenerationConfig | None,
+    decoding: Mapping[str, Any],
+    **session_arguments: Any,
+) -> tuple[Session, Prompts, Decoding]:
+    check_model(model)
+    prompts, settings = read_call(model, ids, attention_mask, generation_config, decoding)
+    capacity = _capacity(model, prompts, settings)
+    new_token_count(prompts, settings, capacity)
+    session = session_for(model, max_length=capacity, batch_size=prompts.batch, **session_arguments)
+    return session, prompts, settings
+
+
+def _capacity(model: PreTrainedModel, prompts: Prompts, settings: Decoding) -> int:
+    """Tokens of a row that the buffers must hold."""
+    limit = position_limit(model)
+    if settings.max_length is not None and (settings.max_new_tokens is None or not settings.lengths_are_own):
+        return settings.max_length
+    if settings.max_new_tokens is not None:
+        needed = prompts.width + settings.max_new_tokens
+        rounded = max(64, 1 << (needed - 1).bit_length())
+        return rounded if limit is None else max(needed, min(rounded, limit + 1))
+    capacity = DEFAULT_MAX_LENGTH if limit is None else min(DEFAULT_MAX_LENGTH, limit + 1)
+    warnings.warn(
+        f"neither max_length nor max_new_tokens is given: generating up to max_length={capacity}",
+        UserWarning,
+        stacklevel=4,
+    )
+    return capacity
+
+
+def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+class _Sessions:
+    """The sessions of one model, for the weights that it had when they were compiled."""
+
+    def __init__(self) -> None:
+        self.weights: tuple[tuple[int, int], ...] = ()
+        self.by_key: OrderedDict[str, Session] = OrderedDict()
+
+
+# A session refers to a copy of the model's modules, not to the model, so that this dies with the model.
+_sessions: weakref.WeakKeyDictionary[PreTrainedModel, _Sessions] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def session_for(model: PreTrainedModel, **arguments: Any) -> Session:
+    """The session kept for this model and these arguments of :class:`Session`; made if there is none."""
+    key = json.dumps(arguments, sort_keys=True, default=repr)
+    # Storage and version of each weight: a compiled program holds the numbers it was compiled with.
+    weights = tuple((tensor.data_ptr(), tensor._version) for tensor in model.parameters())
+    with _lock:
+        kept = _sessions.setdefault(model, _Sessions())
+        if kept.weights != weights:
+            kept.by_key.clear()
+            kept.weights = weights
+        if key not in kept.by_key:
+            kept.by_key[key] = Session(model, **arguments)
+            while len(kept.by_key) > SESSIONS_PER_MODEL:
+                kept.by_key.popitem(last=False)
+        kept.by_key.move_to_end(key)
+        return kept.by_key[key]

@@ -1,0 +1,336 @@
+"""A session: one model compiled for fixed sizes on one backend, replayed for every call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from staticgen.backends import Backend, Program, open_backend
+from staticgen.cache import EMPTY, KVCache
+from staticgen.decoding import Decoding, Sampler, read_decoding
+from staticgen.errors import RecompileError, SessionBusyError
+from staticgen.layouts import LAYOUTS
+from staticgen.prompts import Prompts, read_prompts
+from staticgen.shapes import StepShape, plan_chunks
+from staticgen.stats import CallStats, SessionStats
+from staticgen.step import Step, vocab_size
+
+
+class Session:
+    """Holds what is compiled for a model and generates with it, any number of times.
+
+    Everything is compiled here, in the constructor. Afterwards prompt lengths, batches up to
+    ``batch_size``, masks and decoding settings vary freely and compile nothing.
+
+    Args:
+        model: a causal decoder of transformers on the CPU; it stays as it is and shares its weights.
+        max_length: tokens of a row, prompt and padding included; sizes the cache.
+        batch_size: rows of the compiled steps; calls may have fewer prompts.
+        backend: ``"auto"`` or a name of :data:`staticgen.backends.BACKENDS`.
+        layout: ``"ring"`` or ``"shift"``; they give the same tokens, and ``ring`` moves nothing.
+        prefill_buckets: prompt tokens per prefill step, one program each; None for the target's own.
+        device: the backend's name for a device, None for its default.
+        backend_options: compiler options by the vendor's names.
+
+    Attributes:
+        backend: the open backend; ``session.backend.description`` says what it runs on.
+        stats: counters and times.
+
+    Raises:
+        UnsupportedModelError: the model cannot run as a static step.
+        BackendUnavailableError: the backend's library or device is not here.
+        CompileError: the compiler refused.
+        ValueError, TypeError: a bad argument; nothing has been compiled then.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_length: int = 512,
+        batch_size: int = 1,
+        backend: str = "auto",
+        layout: str = "ring",
+        prefill_buckets: Sequence[int] | None = None,
+        device: str | None = None,
+        backend_options: Mapping[str, str] | None = None,
+    ):
+        _require_count("max_length", max_length, least=2)
+        _require_count("batch_size", batch_size, least=1)
+        self._layout = LAYOUTS.get(layout)(max_length)
+        self.layout, self.max_length, self.batch_size = layout.strip().lower(), max_length, batch_size
+        self.backend: Backend = open_backend(backend, device, backend_options)
+        self.prefill_buckets = _fit_buckets(prefill_buckets, self.backend.prefill_buckets, max_length)
+        self._step = Step(model, self.backend.form)
+        require_positions(self._step, max_length)
+        self._cache = KVCache(self._step.cache_spec, batch_size, max_length, self.backend.form.transposed_keys)
+        self._programs: dict[int, Program] = {}
+        self._warm = False
+        self._in_use = threading.Lock()
+        self._user: int | None = None
+        self.stats = SessionStats(cache_bytes=self._cache.buffers.nbytes)
+        for tokens in (*self.prefill_buckets, 1):
+            self._program(tokens)
+        self._warm = True
+
+    def __repr__(self) -> str:
+        return (
+            f"Session({self._step.model.config.model_type}, backend={self.backend.description!r}, layout={self.layout!r}, "
+            f"max_length={self.max_length}, batch_size={self.batch_size}, prefill_buckets={self.prefill_buckets})"
+        )
+
+    def generate(
+        self,
+        ids: Any,
+        attention_mask: Any = None,
+        *,
+        generation_config: GenerationConfig | None = None,
+        **decoding: Any,
+    ) -> torch.Tensor:
+        """Generate, as ``model.generate`` does.
+
+        Args:
+            ids: int64 [B, T] or [T]: tensor, numpy array, list of ids or (ragged) list of lists.
+            attention_mask: [B, T], 1 on real tokens, 0 on the padding at the left.
+            generation_config: settings; the model's own fill what it leaves open.
+            decoding: its fields as arguments, which win over both, and ``seed``: max_length (counts
+                the prompt; at most the session's, which is the default), max_new_tokens (wins over
+                max_length), min_length, min_new_tokens, do_sample, temperature, top_k, top_p, min_p,
+                repetition_penalty, eos_token_id, pad_token_id.
+
+        Returns:
+            int64 [B, at most max_length]: the prompts as given, then the new tokens; a row that has
+            ended is filled with the pad token. A fresh tensor.
+
+        Raises:
+            ValueError, TypeError: bad input; nothing has run then.
+            SessionBusyError: this thread still holds an open stream of this session.
+        """
+        prompts, settings = read_call(self._step.model, ids, attention_mask, generation_config, decoding)
+        return self.run_to_end(prompts, settings)
+
+    def stream(
+        self,
+        ids: Any,
+        attention_mask: Any = None,
+        *,
+        generation_config: GenerationConfig | None = None,
+        **decoding: Any,
+    ) -> Iterator[torch.Tensor]:
+        """Like :meth:`generate`, but yields the new tokens of each step, int64 [B], as they come.
+
+        The session is in use until the stream ends, is closed or is dropped.
+        """
+        return self.run(*read_call(self._step.model, ids, attention_mask, generation_config, decoding))
+
+    def run_to_end(self, prompts: Prompts, settings: Decoding) -> torch.Tensor:
+        """:meth:`generate` for a call that has been read by :func:`read_call`."""
+        new = [tokens[:, None] for tokens in self.run(prompts, settings)]
+        return torch.cat([prompts.ids, *new], dim=1)
+
+    def run(self, prompts: Prompts, settings: Decoding) -> Iterator[torch.Tensor]:
+        """:meth:`stream` for a call that has been read by :func:`read_call`."""
+        if prompts.batch > self.batch_size:
+            raise ValueError(
+                f"ids has {prompts.batch} prompts, more than the session's batch_size of {self.batch_size}; "
+                "make a session with a larger batch_size or split the call"
+            )
+        return self._tokens(prompts, settings, new_token_count(prompts, settings, self.max_length))
+
+    def _tokens(self, prompts: Prompts, settings: Decoding, new_tokens: int) -> Generator[torch.Tensor, None, None]:
+        """The loop: prefill, then choose a token, hand it out, run one step; until all rows have ended."""
+        with _Hold(self):
+            begin = time.perf_counter()
+            call = self.stats.last = CallStats(
+                prompt_tokens=sum(len(row) for row in prompts.rows),
+                new_tokens=[0] * prompts.batch,
+                finish_reasons=[""] * prompts.batch,
+            )
+            sampler = Sampler(settings, prompts.rows)
+            eos = torch.tensor(settings.eos_token_ids, dtype=torch.int64)
+            running = torch.ones(prompts.batch, dtype=torch.bool)
+            step_ids = torch.zeros(self.batch_size, 1, dtype=torch.int64)
+            step_positions = torch.full((self.batch_size, 1), EMPTY, dtype=torch.int64)
+            step_positions[: prompts.batch, 0] = torch.tensor([len(row) for row in prompts.rows])
+            live_positions = step_positions[: prompts.batch, 0]
+            logits = self._prefill(prompts)
+            for index in range(new_tokens):
+                tokens = sampler(logits[: prompts.batch])
+                tokens = torch.where(running, tokens, settings.fill_token_id)
+                for row in running.nonzero()[:, 0].tolist():
+                    call.new_tokens[row] += 1
+                ended = running & torch.isin(tokens, eos)
+                running = running & ~ended
+                last = index == new_tokens - 1
+                for row in range(prompts.batch):
+                    if ended[row]:
+                        call.finish_reasons[row] = "eos"
+                    elif last and running[row]:
+                        call.finish_reasons[row] = "length"
+                if index == 0:
+                    call.first_token_seconds = time.perf_counter() - begin
+                yield tokens.clone()
+                if last or not running.any():
+                    return
+                start = time.perf_counter()
+                live_positions[~running] = EMPTY  # an ended row goes on as padding
+                step_ids[: prompts.batch, 0] = torch.where(running, tokens, 0)
+                logits = self._run(self._programs[1], step_ids, step_positions)
+                live_positions[running] += 1
+                call.steps += 1
+                call.decode_seconds += time.perf_counter() - start
+
+    def _prefill(self, prompts: Prompts) -> torch.Tensor:
+        """Fill the cache from empty, chunk by chunk; logits [batch_size, V] of the last prompt token."""
+        self._layout.reset()
+        self._cache.clear()
+        chunks = plan_chunks(prompts.longest, self.prefill_buckets)
+        width = sum(chunks)
+        ids = torch.zeros(self.batch_size, width, dtype=torch.int64)
+        positions = torch.full((self.batch_size, width), EMPTY, dtype=torch.int64)
+        for index, row in enumerate(prompts.rows):
+            ids[index, width - len(row) :] = row
+            positions[index, width - len(row) :] = torch.arange(len(row))
+        padding = width - prompts.longest  # columns that are padding in every row take no slot
+        start = 0
+        for size in chunks:
+            columns = slice(start, start + size)
+            logits = self._run(
+                self._programs[size], ids[:, columns], positions[:, columns], skip=max(0, padding - start)
+            )
+            start += size
+        return logits
+
+    def _run(
+        self, program: Program, token_ids: torch.Tensor, position_ids: torch.Tensor, skip: int = 0
+    ) -> torch.Tensor:
+        """Replay one program and write its keys and values, but for the first ``skip`` columns."""
+        logits, new = program(token_ids, position_ids, self._cache)
+        self.stats.replays += 1
+        if torch.isnan(logits).any():
+            self._cache.buffers.zero_()  # NaN in a stale slot would survive a weight of 0
+            raise ArithmeticError(
+                f"the step {program.shape} gave NaN logits on {self.backend.description}; check that the model's "
+                f"weights are finite, and its range in {self._step.dtype}"
+            )
+        placement = self._layout.place(program.shape.tokens - skip, source=skip)
+        self._cache.write(placement, new, position_ids)
+        return logits
+
+    def _program(self, tokens: int) -> Program:
+        """The program for steps of ``tokens`` tokens; compiled during warm-up, looked up afterwards."""
+        if tokens not in self._programs:
+            shape = StepShape(self.batch_size, tokens, self.max_length)
+            if self._warm:
+                sizes = ", ".join(str(program.shape) for program in self._programs.values())
+                raise RecompileError(
+                    f"the step {shape} is not among those compiled: {sizes}; nothing compiles after warm-up"
+                )
+            start = time.perf_counter()
+            self._programs[tokens] = self.backend.compile(self._step, shape)
+            self.stats.compiles += 1
+            self.stats.compile_seconds += time.perf_counter() - start
+        return self._programs[tokens]
+
+
+class _Hold:
+    """Holds a session for one call: other threads wait, the same thread gets an error, not a deadlock."""
+
+    def __init__(self, session: Session):
+        self._session = session
+
+    def __enter__(self) -> None:
+        session = self._session
+        if session._user == threading.get_ident():
+            raise SessionBusyError(
+                "this session is in the middle of a stream that this thread has not finished; "
+                "close the stream (stream.close()) or use another session"
+            )
+        session._in_use.acquire()
+        session._user = threading.get_ident()
+
+    def __exit__(self, *error: object) -> None:
+        self._session._user = None
+        self._session._in_use.release()
+
+
+def read_call(
+    model: PreTrainedModel,
+    ids: Any,
+    attention_mask: Any,
+    generation_config: GenerationConfig | None,
+    decoding: Mapping[str, Any],
+) -> tuple[Prompts, Decoding]:
+    """Check what a caller passed, before anything runs; see :meth:`Session.generate`."""
+    settings = read_decoding(model, generation_config, decoding)
+    prompts = read_prompts(
+        ids,
+        attention_mask,
+        vocab_size=vocab_size(model),
+        pad_token_id=settings.pad_token_id,
+        eos_token_ids=settings.eos_token_ids,
+    )
+    return prompts, settings
+
+
+def new_token_count(prompts: Prompts, settings: Decoding, capacity: int) -> int:
+    """How many tokens to make at most, in buffers of ``capacity`` tokens a row.
+
+    ``max_length`` is a limit for prompt and new tokens together; ``max_new_tokens`` says how many. Lengths
+    that only the model's generation_config sets are cut to what fits.
+
+    Raises:
+        ValueError: the prompt, or the prompt and the tokens asked for, do not fit.
+    """
+    limit = capacity
+    if settings.max_length is not None and (settings.max_length <= capacity or not settings.lengths_are_own):
+        limit = settings.max_length
+        if limit > capacity:
+            raise ValueError(
+                f"max_length={limit} is more than the session's max_length of {capacity}, for which it is compiled; "
+                "make a session with a larger max_length"
+            )
+    if prompts.width >= limit:
+        row = max(range(prompts.batch), key=lambda index: len(prompts.rows[index]))
+        raise ValueError(
+            f"ids has {prompts.width} tokens (row {row} is the longest) and max_length is {limit}: max_length counts the "
+            f"prompt, so it must be at least {prompts.width + 1}; shorten the prompt or raise max_length"
+        )
+    room = limit - prompts.width
+    if settings.max_new_tokens is None:
+        return room
+    if settings.max_new_tokens > room and not settings.lengths_are_own:
+        raise ValueError(
+            f"ids has {prompts.width} tokens and max_new_tokens is {settings.max_new_tokens}: together "
+            f"{prompts.width + settings.max_new_tokens}, more than max_length={limit}; raise max_length or lower max_new_tokens"
+        )
+    return min(settings.max_new_tokens, room)
+
+
+def require_positions(step: Step, max_length: int) -> None:
+    """Refuse a ``max_length`` for which the model has no positions (the last token is never fed)."""
+    limit = step.position_limit
+    if limit is not None and max_length - 1 > limit:
+        raise ValueError(
+            f"max_length is {max_length}, but model_type {step.model.config.model_type!r} has {limit} positions; "
+            f"use max_length={limit + 1} or less"
+        )
+
+
+def _fit_buckets(given: Sequence[int] | None, default: Sequence[int], max_length: int) -> tuple[int, ...]:
+    if given is None:
+        return tuple(size for size in default if size <= max_length) or (max_length,)
+    sizes = list(given)
+    if not sizes or not all(isinstance(s, int) and not isinstance(s, bool) and 0 < s <= max_length for s in sizes):
+        raise ValueError(f"prefill_buckets is {given!r}, expected whole numbers from 1 to max_length={max_length}")
+    return tuple(sorted(set(sizes)))
+
+
+def _require_count(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value!r}, expected a whole number of at least {least}")

@@ -1,0 +1,50 @@
+"""Counters of a session: what was compiled, what was replayed, and how long the last call took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class CallStats:
+    """One call of a session.
+
+    Attributes:
+        prompt_tokens: real tokens of all prompts.
+        new_tokens: tokens that were generated in each row, its EOS included.
+        finish_reasons: per row ``"eos"``, ``"length"``, or ``""`` while it runs or was cancelled.
+        steps: decode steps that ran; the first token comes out of prefill.
+        first_token_seconds: from the call to its first token.
+        decode_seconds: for all tokens after the first, as far as they were asked for.
+    """
+
+    prompt_tokens: int = 0
+    new_tokens: list[int] = field(default_factory=list)
+    finish_reasons: list[str] = field(default_factory=list)
+    steps: int = 0
+    first_token_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Mean time of a decode step; 0 when none ran."""
+        return self.decode_seconds / self.steps if self.steps else 0.0
+
+
+@dataclass
+class SessionStats:
+    """A session since it was made.
+
+    Attributes:
+        compiles: programs compiled, one per step size; constant after warm-up.
+        replays: program runs.
+        compile_seconds: time that conversion and compilation took.
+        cache_bytes: size of the key/value cache.
+        last: the newest call.
+    """
+
+    compiles: int = 0
+    replays: int = 0
+    compile_seconds: float = 0.0
+    cache_bytes: int = 0
+    last: CallStats = field(default_factory=CallStats)

@@ -1,0 +1,234 @@
+"""The step: one forward pass of a transformers model at a fixed size.
+
+    step(token_ids [B, T], position_ids [B, T], slot_positions [B, L], past keys, past values)
+        -> logits [B, V] of the last token, new keys, new values
+
+Prefill, a chunk of a long prompt and decode are this one function at different sizes. It returns only
+the new keys and values; whoever runs it writes them to the cache.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from staticgen.attention import ATTENTION_NAME, StepCache, register_attention
+from staticgen.cache import EMPTY, KVBuffers
+from staticgen.errors import UnsupportedModelError
+from staticgen.shapes import CacheSpec, LayerSpec, StepForm, StepShape
+
+_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Rotary embeddings whose frequencies change with the length of the text; a compiled step holds the
+# frequencies that apply up to the trained length.
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+_PROBE_TOKENS = 8
+
+
+class Step(nn.Module):
+    """A model, ready to run as a static step. The model given stays untouched and shares its weights.
+
+    Args:
+        model: a causal decoder of transformers, on the CPU, in float32, bfloat16 or float16.
+        form: how the target wants attention written.
+
+    Attributes:
+        cache_spec: what every layer caches.
+        position_limit: how many positions the model has, None where nothing limits them.
+
+    Raises:
+        TypeError: ``model`` is no ``PreTrainedModel``.
+        UnsupportedModelError: it is not a causal decoder, or it has layers that cannot be a static step.
+    """
+
+    def __init__(self, model: PreTrainedModel, form: StepForm):
+        super().__init__()
+        check_model(model)
+        register_attention()
+        self.form = form
+        self.model = _clone_sharing_weights(model)
+        self.model.set_attn_implementation(ATTENTION_NAME)
+        parameters = inspect.signature(type(model).forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self.cache_spec = self._probe(model)
+        self.position_limit = position_limit(model)
+
+    @property
+    def layers(self) -> int:
+        """N, the number of layers with keys and values."""
+        return len(self.cache_spec.layers)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of keys and values; logits are float32 always."""
+        return self.cache_spec.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the number of token ids that the model can embed."""
+        return vocab_size(self.model)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        slot_positions: torch.Tensor,
+        *past: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """One step.
+
+        Args:
+            token_ids: int64 [B, T].
+            position_ids: int64 [B, T], -1 where a token is padding.
+            slot_positions: int64 [B, L], -1 where a slot is empty.
+            past: keys of the N layers, then values of the N layers.
+
+        Returns:
+            logits float32 [B, V] of the last token, new keys [B, K, T, D] of the N layers, new values.
+        """
+        half = len(past) // 2
+        cache = StepCache(position_ids, slot_positions, past[:half], past[half:], self.form)
+        logits = self._run(token_ids, position_ids, cache)
+        return (logits, *_in_layer_order(cache.new_keys), *_in_layer_order(cache.new_values))
+
+    def example_inputs(self, shape: StepShape) -> tuple[torch.Tensor, ...]:
+        """Inputs of the right sizes for ``shape``, with an empty cache, to trace or warm up with."""
+        ids = torch.zeros(shape.batch, shape.tokens, dtype=torch.int64)
+        slots = torch.full((shape.batch, shape.cache_length), EMPTY, dtype=torch.int64)
+        past = KVBuffers(self.cache_spec, shape.batch, shape.cache_length, self.form.transposed_keys)
+        positions = torch.arange(shape.tokens).expand(shape.batch, -1).contiguous()
+        return (ids, positions, slots, *past.keys, *past.values)
+
+    def _run(self, token_ids: torch.Tensor, position_ids: torch.Tensor, cache: StepCache) -> torch.Tensor:
+        output = self.model(
+            input_ids=token_ids,
+            position_ids=position_ids.clamp(min=0),
+            use_cache=True,
+            **{self._cache_argument: cache},
+            **self._last_logits_only,
+        )
+        return output.logits[:, -1].float()
+
+    @torch.no_grad()
+    def _probe(self, model: PreTrainedModel) -> CacheSpec:
+        """Run a few tokens through the step and through the model itself.
+
+        This finds the sizes of the cache without reading a config, and refuses models whose attention
+        this package cannot express instead of generating wrong tokens from them.
+        """
+        kind = model.config.model_type
+        tokens = _PROBE_TOKENS
+        windows = [getattr(model.config, "sliding_window", None)]
+        if windows[0] is not None and windows[0] < 64:
+            tokens = max(tokens, windows[0] + 3)  # long enough to see the window's edge
+        limit = position_limit(model)
+        tokens = tokens if limit is None else min(tokens, limit)
+        ids = (torch.arange(tokens) * 7 + 1).remainder(self.vocab_size)[None]
+        positions = torch.arange(tokens)[None]
+        cache = StepCache(positions, positions[:, :0], (), (), self.form)
+        try:
+            logits = self._run(ids, positions, cache)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"model_type {kind!r} cannot run as a static step: its forward fails with keys and values "
+                f"kept apart ({type(error).__name__}: {error})"
+            ) from error
+        layers = model.config.get_text_config().num_hidden_layers
+        routed = set(cache.windows) & set(cache.new_keys)
+        if routed != set(range(layers)):
+            raise UnsupportedModelError(
+                f"model_type {kind!r} cannot run as a static step: {layers - len(routed)} of its {layers} layers do "
+                "not use attention through transformers' AttentionInterface and Cache"
+            )
+        for index, layer_type in enumerate(getattr(model.config.get_text_config(), "layer_types", None) or ()):
+            if (layer_type == "sliding_attention") != (cache.windows[index] is not None):
+                raise UnsupportedModelError(
+                    f"model_type {kind!r} cannot run as a static step: layer {index} is {layer_type!r} but gives "
+                    f"its attention sliding_window={cache.windows[index]}"
+                )
+        own = _clone_sharing_weights(model)
+        expected = own(input_ids=ids, use_cache=False).logits[:, -1].float()
+        difference, scale = (logits - expected).abs().max().item(), expected.abs().max().item()
+        tolerance = 1e-3 if cache.new_keys[0].dtype == torch.float32 else 0.1
+        if not difference <= tolerance * max(scale, 1e-6):
+            raise UnsupportedModelError(
+                f"model_type {kind!r} cannot run as a static step: on {tokens} tokens its logits (up to {scale:.3g}) "
+                f"differ by {difference:.3g} from the step's, so its attention does something of its own"
+            )
+        sizes = tuple(
+            LayerSpec(key.shape[1], key.shape[3], value.shape[3])
+            for key, value in zip(_in_layer_order(cache.new_keys), _in_layer_order(cache.new_values), strict=True)
+        )
+        return CacheSpec(sizes, cache.new_keys[0].dtype)
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Refuse what can be refused without running anything; see :class:`Step` for the errors."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model must be a transformers PreTrainedModel, got {type(model).__module__}.{type(model).__qualname__}; "
+            "load one with AutoModelForCausalLM.from_pretrained (and merge adapters first)"
+        )
+    config, kind = model.config, model.config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"model_type {kind!r} is an encoder-decoder; a causal decoder is needed")
+    if not model.can_generate() or model.get_output_embeddings() is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} (model_type {kind!r}) is not a causal decoder with a language-model head; "
+            "load it with AutoModelForCausalLM.from_pretrained"
+        )
+    unknown = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
+    if unknown:
+        raise UnsupportedModelError(
+            f"model_type {kind!r} has layers of type {', '.join(sorted(unknown))}; "
+            f"supported are {', '.join(sorted(_KNOWN_LAYER_TYPES))}"
+        )
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if devices != {"cpu"}:
+        raise ValueError(
+            f"model is on {', '.join(sorted(devices))}; staticgen reads its weights from the CPU: call model.to('cpu')"
+        )
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    """V, the number of token ids that the model can embed."""
+    weight: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+    return weight.shape[0]
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """How many positions the model can number, or None where there is no hard limit.
+
+    Learned position tables (GPT-2, OPT) end; rotary embeddings go on, except those whose frequencies
+    switch or scale at the trained length.
+    """
+    config = model.config.get_text_config()
+    trained = getattr(config, "max_position_embeddings", None)
+    if trained is None:
+        return None
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") in _LENGTH_DEPENDENT_ROPE:
+        return int(rope.get("original_max_position_embeddings") or trained)
+    tokens = model.get_input_embeddings()
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not tokens]
+    return int(trained) if any(table.num_embeddings >= trained for table in tables) else None
+
+
+def _clone_sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy the modules and the config but not the tensors and the generation_config; in evaluation mode.
+
+    Whatever is set on the copy (its attention, its mode) leaves the user's model alone.
+    """
+    shared = {id(item): item for item in [*model.parameters(), *model.buffers(), model.generation_config]}
+    return copy.deepcopy(model, memo=shared).eval()
+
+
+def _in_layer_order(tensors: dict[int, torch.Tensor]) -> Sequence[torch.Tensor]:
+    return [tensors[index] for index in sorted(tensors)]
