@@ -67,9 +67,10 @@ class StepCache(Cache):
         self._key_positions = torch.cat([slot_positions, position_ids], dim=1)[:, None, :]
         self._masks: dict[int | None, torch.Tensor] = {}
 
-    def update(
+    def update(  # type: ignore[override]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[PastAndNew, PastAndNew]:  # type: ignore[override]
+    ) -> tuple[PastAndNew, PastAndNew]:
+        """Keep a layer's new keys and values [B, K, T, D], and pair them with its past."""
         self.new_keys[layer_idx], self.new_values[layer_idx] = key_states, value_states
         past_key = self._past_keys[layer_idx] if self._past_keys else None
         past_value = self._past_values[layer_idx] if self._past_values else None
