@@ -138,32 +138,23 @@ def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-class _Sessions:
-    """The sessions of one model, for the weights that it had when they were compiled."""
-
-    def __init__(self) -> None:
-        self.weights: tuple[tuple[int, int], ...] = ()
-        self.by_key: OrderedDict[str, Session] = OrderedDict()
-
-
-# A session refers to a copy of the model's modules, not to the model, so that this dies with the model.
-_sessions: weakref.WeakKeyDictionary[PreTrainedModel, _Sessions] = weakref.WeakKeyDictionary()
+# A session refers to a copy of the model's modules, not to the model, so that its entry dies with the model.
+_sessions: weakref.WeakKeyDictionary[PreTrainedModel, OrderedDict[str, Session]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 def session_for(model: PreTrainedModel, **arguments: Any) -> Session:
-    """The session kept for this model and these arguments of :class:`Session`; made if there is none."""
+    """The session kept for this model and these arguments of :class:`Session`; made if there is none.
+
+    One that was compiled from other weights than the model has now is dropped.
+    """
     key = json.dumps(arguments, sort_keys=True, default=repr)
-    # Storage and version of each weight: a compiled program holds the numbers it was compiled with.
-    weights = tuple((tensor.data_ptr(), tensor._version) for tensor in model.parameters())
     with _lock:
-        kept = _sessions.setdefault(model, _Sessions())
-        if kept.weights != weights:
-            kept.by_key.clear()
-            kept.weights = weights
-        if key not in kept.by_key:
-            kept.by_key[key] = Session(model, **arguments)
-            while len(kept.by_key) > SESSIONS_PER_MODEL:
-                kept.by_key.popitem(last=False)
-        kept.by_key.move_to_end(key)
-        return kept.by_key[key]
+        kept = _sessions.setdefault(model, OrderedDict())
+        session = kept.pop(key, None)
+        if session is None or not session.is_current(model):
+            session = Session(model, **arguments)
+        kept[key] = session
+        while len(kept) > SESSIONS_PER_MODEL:
+            kept.popitem(last=False)
+        return session

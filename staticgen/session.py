@@ -18,7 +18,7 @@ from staticgen.layouts import LAYOUTS
 from staticgen.prompts import Prompts, read_prompts
 from staticgen.shapes import StepShape, plan_chunks
 from staticgen.stats import CallStats, SessionStats
-from staticgen.step import Step, vocab_size
+from staticgen.step import Step, step_for, vocab_size
 
 
 class Session:
@@ -66,7 +66,7 @@ class Session:
         self.layout, self.max_length, self.batch_size = layout.strip().lower(), max_length, batch_size
         self.backend: Backend = open_backend(backend, device, backend_options)
         self.prefill_buckets = _fit_buckets(prefill_buckets, self.backend.prefill_buckets, max_length)
-        self._step = Step(model, self.backend.form)
+        self._step = step_for(model, self.backend.form)
         require_positions(self._step, max_length)
         self._cache = KVCache(self._step.cache_spec, batch_size, max_length, self.backend.form.transposed_keys)
         self._programs: dict[int, Program] = {}
@@ -83,6 +83,10 @@ class Session:
             f"Session({self._step.model.config.model_type}, backend={self.backend.description!r}, layout={self.layout!r}, "
             f"max_length={self.max_length}, batch_size={self.batch_size}, prefill_buckets={self.prefill_buckets})"
         )
+
+    def is_current(self, model: PreTrainedModel) -> bool:
+        """Whether this session was compiled from the weights that ``model`` has now."""
+        return step_for(model, self.backend.form) is self._step
 
     def generate(
         self,

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -167,6 +169,37 @@ class Step(nn.Module):
             for key, value in zip(_in_layer_order(cache.new_keys), _in_layer_order(cache.new_values), strict=True)
         )
         return CacheSpec(sizes, cache.new_keys[0].dtype)
+
+
+class _Steps:
+    """The steps of one model, one per form, for the weights that it had when they were made."""
+
+    def __init__(self) -> None:
+        self.weights: tuple[tuple[int, int], ...] = ()
+        self.by_form: dict[StepForm, Step] = {}
+
+
+# A step refers to a copy of the model's modules, not to the model, so that an entry dies with its model.
+_steps: weakref.WeakKeyDictionary[PreTrainedModel, _Steps] = weakref.WeakKeyDictionary()
+_steps_lock = threading.Lock()
+
+
+def step_for(model: PreTrainedModel, form: StepForm) -> Step:
+    """The step of this model in this form, made once; see :class:`Step`.
+
+    A model whose weights were replaced or changed in place gets a new step, since compiled programs hold
+    the numbers that they were compiled with.
+    """
+    check_model(model)
+    weights = tuple((tensor.data_ptr(), tensor._version) for tensor in model.parameters())
+    with _steps_lock:
+        kept = _steps.setdefault(model, _Steps())
+        if kept.weights != weights:
+            kept.by_form.clear()
+            kept.weights = weights
+        if form not in kept.by_form:
+            kept.by_form[form] = Step(model, form)
+        return kept.by_form[form]
 
 
 def check_model(model: PreTrainedModel) -> None:
