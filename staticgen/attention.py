@@ -118,6 +118,10 @@ def static_attention(
         raise UnsupportedModelError(
             f"{type(module).__name__} passes {refused[0]!r} to its attention, not supported yet"
         )
+    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends to later tokens as well; a causal decoder is needed"
+        )
     step = key.cache
     step.windows[module.layer_idx] = sliding_window  # type: ignore[index]
     batch, heads, tokens, size = query.shape

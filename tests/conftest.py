@@ -1,0 +1,35 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import os
+
+import models
+import pytest
+import torch
+
+torch.set_num_threads(max(1, (os.cpu_count() or 2) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+
+
+@pytest.fixture(scope="session")
+def tiny_llama():
+    return models.llama()
+
+
+# Every backend that runs on a machine without an accelerator, as arguments of Session.
+BACKENDS = {
+    "eager": {"backend": "eager"},
+    "openvino": {"backend": "openvino"},
+    "npu": {"backend": "npu", "backend_options": {"NPUW_DEVICES": "CPU"}},
+}
+
+
+@pytest.fixture(params=list(BACKENDS))
+def backend(request):
+    """Arguments of Session for one backend."""
+    return BACKENDS[request.param]
+
+
+@pytest.fixture(params=["ring", "shift"])
+def layout(request):
+    return request.param

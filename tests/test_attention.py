@@ -1,0 +1,82 @@
+"""The attention function against torch's own scaled_dot_product_attention on joined keys."""
+
+import pytest
+import torch
+from staticgen.attention import MASKED, StepCache, static_attention
+from staticgen.shapes import StepForm
+
+FORMS = [StepForm(attention, turned) for attention in ("split", "concat") for turned in (False, True)]
+
+
+class Layer(torch.nn.Module):
+    layer_idx = 0
+
+
+def attend(form, query, past, new, positions, slots, **arguments):
+    past_key, past_value = past
+    past_key = past_key.transpose(2, 3).contiguous() if form.transposed_keys else past_key
+    cache = StepCache(positions, slots, [past_key], [past_value], form)
+    key, value = cache.update(*new, 0)
+    return static_attention(Layer(), query, key, value, None, **arguments)[0]
+
+
+def case(heads, kv_heads, tokens=3, slots=7, batch=2, dtype=torch.float32):
+    torch.manual_seed(0)
+    shape = (batch, kv_heads, slots, 8)
+    past = torch.randn(shape), torch.randn(shape)
+    new = torch.randn(batch, kv_heads, tokens, 8), torch.randn(batch, kv_heads, tokens, 8)
+    query = torch.randn(batch, heads, tokens, 8)
+    slot_positions = torch.tensor([[4, 5, -1, 1, 2, 3, 0], [-1, -1, -1, 0, 1, -1, -1]])
+    positions = torch.tensor([[6, 7, 8], [-1, 2, 3]])
+    return query.to(dtype), [t.to(dtype) for t in past], [t.to(dtype) for t in new], positions, slot_positions
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("window", [None, 1, 3, 6])
+def test_equals_sdpa_on_joined_keys(form, heads, kv_heads, window):
+    query, past, new, positions, slots = case(heads, kv_heads)
+    output = attend(form, query, past, new, positions, slots, sliding_window=window)
+    held = torch.cat([slots, positions], 1)[:, None, None, :]
+    asked = positions[:, None, :, None]
+    visible = (held >= 0) & (held <= asked) & ((asked - held < window) if window else True)
+    keys, values = (torch.cat(pair, 2).repeat_interleave(heads // kv_heads, 1) for pair in zip(past, new, strict=True))
+    expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=visible).transpose(1, 2)
+    real = positions >= 0
+    torch.testing.assert_close(output[real], expected[real])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_that_may_see_nothing_stay_finite(form, dtype):
+    query, past, new, _, _ = case(4, 2, dtype=dtype)
+    nothing = torch.full((2, 3), -1), torch.full((2, 7), -1)
+    output = attend(form, 50 * query, past, new, *nothing)
+    assert torch.isfinite(output).all()
+    assert output.dtype == dtype
+
+
+def test_softcap_and_scaling():
+    query, past, new, positions, slots = case(4, 4)
+    output = attend(FORMS[0], query, past, new, positions, slots, softcap=2.0, scaling=0.7)
+    keys, values = (torch.cat(pair, 2) for pair in zip(past, new, strict=True))
+    scores = torch.tanh(query @ keys.transpose(2, 3) * 0.7 / 2.0) * 2.0
+    held = torch.cat([slots, positions], 1)[:, None, None, :]
+    asked = positions[:, None, :, None]
+    scores = scores.masked_fill(~((held >= 0) & (held <= asked)), float("-inf"))
+    expected = (scores.softmax(-1) @ values).transpose(1, 2)
+    real = positions >= 0
+    torch.testing.assert_close(output[real], expected[real])
+
+
+def test_the_mask_value_survives_half_precision():
+    assert torch.isfinite(torch.tensor(MASKED, dtype=torch.float16) * 2)
+    assert torch.tensor(MASKED).exp() == 0
+
+
+def test_an_argument_that_would_be_ignored_is_refused():
+    from staticgen import UnsupportedModelError
+
+    query, past, new, positions, slots = case(4, 4)
+    with pytest.raises(UnsupportedModelError, match="s_aux"):
+        attend(FORMS[0], query, past, new, positions, slots, s_aux=torch.zeros(4))

@@ -1,0 +1,314 @@
+"""Token for token against transformers, on every backend and layout; and what a session promises besides."""
+
+import threading
+
+import models
+import pytest
+import torch
+from models import new_tokens, random_prompt, reference
+from staticgen import RecompileError, Session, SessionBusyError
+
+BUCKETS = [8, 32]
+LENGTHS = [1, 7, 8, 9, 31, 32, 33, 70]  # 1, bucket - 1, bucket, bucket + 1, many chunks
+
+LLAMAS = {
+    "gqa": models.llama(),
+    "mha tied": models.llama(1, num_key_value_heads=4, tie_word_embeddings=True),
+    "mqa": models.llama(2, num_key_value_heads=1),
+}
+
+
+@pytest.fixture(params=list(LLAMAS))
+def model(request):
+    return LLAMAS[request.param]
+
+
+def test_every_prompt_length_alone(model, backend, layout):
+    session = Session(model, max_length=96, layout=layout, prefill_buckets=BUCKETS, **backend)
+    for length in LENGTHS:
+        prompt = random_prompt(length)
+        output = session.generate(prompt, max_new_tokens=20)
+        assert new_tokens(output, length) == [reference(model, prompt, 20)]
+        assert output[0, :length].tolist() == prompt
+
+
+def test_ragged_batches_up_to_exactly_max_length(model, backend, layout):
+    """C01, C04: every row equals its solo run, whatever its neighbours, their order and the buffers."""
+    prompts = [random_prompt(length) for length in (3, 9, 40)]
+    expected = [reference(model, prompt, 24) for prompt in prompts]
+    session = Session(model, max_length=64, batch_size=3, layout=layout, prefill_buckets=BUCKETS, **backend)
+    for order in ([0, 1, 2], [2, 0, 1], [0, 0, 0], [1], [0, 2]):  # fewer rows than the session has, too: C50
+        output = session.generate([prompts[index] for index in order], max_new_tokens=24)
+        width = max(len(prompts[index]) for index in order)
+        assert new_tokens(output, width) == [expected[index] for index in order]
+    assert session.generate(prompts).shape == (3, 64)
+    assert new_tokens(session.generate(prompts), 40) == expected
+
+
+@pytest.mark.parametrize("width", [20, 32, 64, 128])
+def test_the_size_of_the_buffers_changes_nothing(tiny_llama, backend, width):
+    prompt = random_prompt(3)
+    session = Session(tiny_llama, max_length=width, **backend)
+    assert new_tokens(session.generate(prompt, max_new_tokens=16), 3) == [reference(tiny_llama, prompt, 16)]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        models.gpt2(),
+        models.opt(),
+        models.mistral(),
+        models.gemma3(),
+        models.qwen2(use_sliding_window=False, sliding_window=8),
+        models.qwen2(use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    ],
+    ids=["gpt2", "opt", "mistral", "gemma3", "qwen2", "qwen2 window"],
+)
+def test_families(family, backend, layout):
+    """C03, C20 to C24: learned positions see a shifted position, windows an edge that is off by one."""
+    prompts = [random_prompt(length) for length in (3, 12, 20)]
+    session = Session(family, max_length=64, batch_size=3, layout=layout, prefill_buckets=BUCKETS, **backend)
+    output = session.generate(prompts, max_new_tokens=24)
+    assert new_tokens(output, 20) == [reference(family, prompt, 24) for prompt in prompts]
+
+
+def test_positions_advance_by_one(tiny_llama):
+    """C02."""
+    session = Session(tiny_llama, max_length=64, backend="eager")
+    seen, program = [], session._programs[1]
+
+    def spy(token_ids, position_ids, cache):
+        seen.append(position_ids[0, 0].item())
+        return program(token_ids, position_ids, cache)
+
+    spy.shape = program.shape
+    session._programs[1] = spy
+    session.generate(random_prompt(5), max_new_tokens=24)
+    assert seen == list(range(5, 28))
+
+
+def test_no_call_leaves_anything_to_the_next(tiny_llama, backend, layout):
+    """C48, C49, C51: long, short, long, short; inputs untouched; nothing compiled after warm-up."""
+    session = Session(tiny_llama, max_length=64, batch_size=2, layout=layout, prefill_buckets=BUCKETS, **backend)
+    compiles = session.stats.compiles
+    assert compiles == len(BUCKETS) + 1
+    for seed, length in enumerate([40, 3, 40, 3]):
+        ids, mask = models.left_padded([random_prompt(length, seed), random_prompt(2, seed)])
+        before = ids.clone(), mask.clone()
+        for _ in range(2):
+            output = session.generate(ids, mask, max_new_tokens=16)
+            assert new_tokens(output, length)[0] == reference(tiny_llama, random_prompt(length, seed), 16)
+        assert torch.equal(ids, before[0])
+        assert torch.equal(mask, before[1])
+    for length in range(1, 21):
+        count = 2 * length if length < 20 else 40
+        output = session.generate(random_prompt(length), max_new_tokens=count, do_sample=length % 2 == 0, top_k=length)
+        assert output.shape[1] == length + count
+    assert session.stats.compiles == compiles
+
+
+def test_a_size_that_is_not_compiled_is_refused(tiny_llama):
+    session = Session(tiny_llama, max_length=32, prefill_buckets=[8], backend="eager")
+    with pytest.raises(RecompileError, match=r"\[batch 1, tokens 5, cache 32\] is not among .*tokens 8"):
+        session._program(5)
+    with pytest.raises(ValueError, match=r"token_ids: this program replays int64 \[1, 1\], got torch.int64 \[1, 2\]"):
+        session._programs[1](torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64), session._cache)
+
+
+def test_lengths(tiny_llama):
+    """C16, C17, C18: what does not fit is refused by name before anything runs."""
+    session = Session(tiny_llama, max_length=32, batch_size=3, backend="eager")
+    assert session.generate(random_prompt(31)).shape == (1, 32)
+    for length in (32, 33, 100):
+        with pytest.raises(ValueError, match=rf"{length} tokens .*max_length is 32"):
+            session.generate(random_prompt(length), max_new_tokens=4)
+    with pytest.raises(ValueError, match="row 1 is the longest"):
+        session.generate([random_prompt(3), random_prompt(40), random_prompt(4)])
+    with pytest.raises(ValueError, match=r"together 34, more than max_length=32"):
+        session.generate(random_prompt(30), max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"max_length=64 is more than the session's max_length of 32"):
+        session.generate(random_prompt(3), max_length=64)
+    for bad in (0, -1):
+        with pytest.raises(ValueError, match=f"max_new_tokens is {bad}"):
+            session.generate(random_prompt(3), max_new_tokens=bad)
+    assert session.stats.replays == 2  # of the one call that was accepted: 31 tokens, in two chunks of 16
+    assert session.generate(random_prompt(3), max_length=10).shape == (1, 10)
+    assert session.generate(random_prompt(3), max_new_tokens=1).shape == (1, 4)
+    assert session.stats.last.steps == 0
+
+
+def test_too_many_prompts_are_refused(tiny_llama):
+    session = Session(tiny_llama, max_length=32, batch_size=2, backend="eager")
+    with pytest.raises(ValueError, match=r"ids has 3 prompts, more than the session's batch_size of 2"):
+        session.generate([[5], [6], [7]])
+
+
+@pytest.mark.parametrize(
+    "family", [models.gpt2(n_positions=32), models.opt(max_position_embeddings=32)], ids=["gpt2", "opt"]
+)
+def test_learned_positions_end(family, backend):
+    """C15: the table is never indexed outside; the last token is never fed, so 33 tokens fit 32 positions."""
+    prompt = random_prompt(28)
+    session = Session(family, max_length=33, **backend)
+    assert new_tokens(session.generate(prompt), 28) == [reference(family, prompt, 5)]
+    with pytest.raises(ValueError, match=r"max_length is 34, .* has 32 positions; use max_length=33 or less"):
+        Session(family, max_length=34, **backend)
+
+
+def test_frequencies_that_change_with_length_are_kept_to_the_trained_length(backend):
+    """C26: dynamic NTK equals transformers up to the trained length in any buffer, and is refused beyond."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    model = models.llama(rope_parameters=rope, max_position_embeddings=24)
+    prompt = random_prompt(3)
+    session = Session(model, max_length=25, **backend)
+    assert new_tokens(session.generate(prompt, max_new_tokens=12), 3) == [reference(model, prompt, 12)]
+    with pytest.raises(ValueError, match="24 positions"):
+        Session(model, max_length=128, **backend)
+
+
+@pytest.fixture
+def ends(tiny_llama):
+    """Prompts, their greedy tokens, and EOS ids that stop row 0 after 5 tokens and row 1 after 7."""
+    prompts = [random_prompt(length, seed=3) for length in (3, 9, 16)]
+    free = [reference(tiny_llama, prompt, 16) for prompt in prompts]
+    first = next(token for index, token in enumerate(free[0]) if index == 4)
+    second = free[1][6]
+    return prompts, free, [first, second]
+
+
+@pytest.mark.parametrize("how", ["argument", "config"])
+def test_rows_end_at_any_eos_and_are_padded(tiny_llama, backend, ends, how):
+    """C36, C38: and when all have ended, no further step runs."""
+    prompts, _, eos = ends
+    ids, mask = models.left_padded(prompts)
+    config = {"generation_config": {"eos_token_id": eos}}
+    for settings in ({}, {"min_new_tokens": 8}, {"pad_token_id": 5}, {"max_new_tokens": 4}):
+        arguments = {"max_new_tokens": 16, "do_sample": False, **settings}
+        expected = tiny_llama.generate(ids, attention_mask=mask, eos_token_id=eos, **arguments)
+        session = Session(tiny_llama, max_length=64, batch_size=3, **backend)
+        if how == "argument":
+            output = session.generate(ids, mask, eos_token_id=eos, **arguments)
+        else:
+            import transformers
+
+            given = transformers.GenerationConfig(**config["generation_config"], **arguments)
+            output = session.generate(ids, mask, generation_config=given)
+        assert output.tolist() == expected.tolist()
+        call = session.stats.last
+        for row, reason in enumerate(call.finish_reasons):
+            generated = expected[row, 16:].tolist()
+            stop = next(
+                (i for i, token in enumerate(generated) if token in eos and i >= settings.get("min_new_tokens", 0)),
+                None,
+            )
+            assert reason == ("length" if stop is None else "eos")
+            assert call.new_tokens[row] == (len(generated) if stop is None else stop + 1)
+
+
+def test_no_step_runs_after_all_rows_have_ended(tiny_llama, ends):
+    prompts, free, _ = ends
+    session = Session(tiny_llama, max_length=64, batch_size=3, backend="eager")
+    output = session.generate(prompts, eos_token_id=[row[0] for row in free], max_new_tokens=40)
+    assert output.shape[1] == 17
+    assert session.stats.last.steps == 0
+    session.generate(prompts, eos_token_id=[], max_new_tokens=6)
+    assert session.stats.last.finish_reasons == ["length"] * 3
+
+
+def test_a_stream_yields_the_tokens_of_generate_and_keeps_none_of_them(tiny_llama, backend):
+    """C53: what is handed out is never overwritten."""
+    session = Session(tiny_llama, max_length=64, batch_size=2, **backend)
+    prompts = [random_prompt(4), random_prompt(12)]
+    kept, copies = [], []
+    for tokens in session.stream(prompts, max_new_tokens=10):
+        kept.append(tokens)
+        copies.append(tokens.clone())
+    first = session.generate(prompts, max_new_tokens=10)
+    copy = first.clone()
+    session.generate([random_prompt(9), random_prompt(5)], max_new_tokens=10)
+    assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
+    assert torch.equal(first, copy)
+    assert torch.stack(kept, 1).tolist() == new_tokens(first, 12)
+
+
+def test_a_session_works_after_a_stream_was_dropped_or_closed(tiny_llama, backend):
+    session = Session(tiny_llama, max_length=64, **backend)
+    prompt, other = random_prompt(5), random_prompt(30)
+    expected = [reference(tiny_llama, prompt, 8)]
+    for _ in session.stream(other, max_new_tokens=20):
+        break
+    assert new_tokens(session.generate(prompt, max_new_tokens=8), 5) == expected
+    stream = session.stream(other, max_new_tokens=20)
+    next(stream)
+    with pytest.raises(SessionBusyError, match="close the stream"):
+        session.generate(prompt, max_new_tokens=8)
+    next(stream)  # the refused call has not disturbed it
+    stream.close()
+    assert session.stats.last.finish_reasons == [""]
+    assert new_tokens(session.generate(prompt, max_new_tokens=8), 5) == expected
+
+
+def test_nan_is_an_error_that_leaves_nothing_behind(tiny_llama):
+    import copy
+
+    model = copy.deepcopy(tiny_llama)
+    session = Session(model, max_length=32, backend="eager")
+    prompt = random_prompt(5)
+    expected = session.generate(prompt, max_new_tokens=8)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    sound = weight.detach().clone()
+    weight.data.fill_(float("nan"))
+    with pytest.raises(ArithmeticError, match="NaN logits on eager"):
+        session.generate(prompt, max_new_tokens=8)
+    weight.data.copy_(sound)
+    assert torch.equal(session.generate(prompt, max_new_tokens=8), expected)
+
+
+def test_threads_on_one_session_take_turns(tiny_llama, backend):
+    """C54."""
+    session = Session(tiny_llama, max_length=64, **backend)
+    prompts = [random_prompt(3 + index, seed=5) for index in range(8)]
+    expected = [reference(tiny_llama, prompt, 12) for prompt in prompts]
+    wrong = []
+
+    def work(index):
+        for _ in range(5):
+            output = session.generate(prompts[index], max_new_tokens=12)
+            if new_tokens(output, len(prompts[index])) != [expected[index]]:
+                wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"max_length": 1}, ValueError, "max_length is 1"),
+        ({"max_length": "64"}, ValueError, "max_length is '64'"),
+        ({"batch_size": 0}, ValueError, "batch_size is 0"),
+        ({"layout": "rign"}, ValueError, "unknown layout 'rign': expected one of shift, ring"),
+        ({"backend": "tpu"}, ValueError, "unknown backend 'tpu': expected one of eager, openvino, npu"),
+        ({"backend": None}, ValueError, "unknown backend None"),
+        ({"prefill_buckets": [128]}, ValueError, r"prefill_buckets is \[128\].*1 to max_length=64"),
+        ({"prefill_buckets": []}, ValueError, "prefill_buckets"),
+        ({"batchsize": 2}, TypeError, "batchsize"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_compiled(tiny_llama, monkeypatch, arguments, error, words):
+    monkeypatch.setattr("staticgen.session.step_for", lambda *_: pytest.fail("went on to the model"))
+    with pytest.raises(error, match=words):
+        Session(tiny_llama, **{"max_length": 64, "backend": "eager", **arguments})
+
+
+def test_a_session_says_what_it_is(tiny_llama):
+    session = Session(tiny_llama, max_length=64, backend="eager", layout="SHIFT")
+    assert repr(session) == (
+        "Session(llama, backend='eager on cpu', layout='shift', max_length=64, batch_size=1, prefill_buckets=(16,))"
+    )
+    assert session.stats.cache_bytes == 2 * 2 * 2 * 16 * 64 * 4
