@@ -215,18 +215,11 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if name in HONOURED or name in _WITHOUT_EFFECT or name.startswith("_"):
             continue
-        neutral = _NEUTRAL.get(name)
-        if (
-            value is None
-            or value is False
-            or value == neutral
-            or (isinstance(value, (list, dict, tuple)) and not value)
-        ):
+        neutral = _NEUTRAL.get(name, False)
+        if value in (None, neutral) or (name not in _NEUTRAL and isinstance(value, (list, dict)) and not value):
             continue
-        if name == "use_cache":
-            raise ValueError("use_cache=False is not supported: every step here uses the cache")
         raise ValueError(
-            f"{name}={value!r} is not supported; leave it out, or pass {name}={neutral!r} to override the model's own"
+            f"{name}={value!r} is not supported; leave it out, or pass {name}={_NEUTRAL.get(name)!r} to override the model's own"
         )
 
 

@@ -57,13 +57,17 @@ def parse_profile(name: str, table: dict[str, Any]) -> Profile:
         raise ValueError(f"profile {name!r}: {problem} entry {key!r}; a profile has {', '.join(sorted(known))}")
     if table["attention"] not in ("split", "concat"):
         raise ValueError(f"profile {name!r}: attention is {table['attention']!r}, expected 'split' or 'concat'")
+    if not isinstance(table["transposed_keys"], bool):
+        raise ValueError(f"profile {name!r}: transposed_keys is {table['transposed_keys']!r}, expected true or false")
+    if not isinstance(table["compile_options"], dict):
+        raise ValueError(f"profile {name!r}: compile_options is {table['compile_options']!r}, expected a table")
     buckets = table["prefill_buckets"]
     if not buckets or buckets != sorted(set(buckets)) or not all(isinstance(b, int) and b > 0 for b in buckets):
         raise ValueError(f"profile {name!r}: prefill_buckets is {buckets!r}, expected ascending whole numbers")
     return Profile(
         name=name,
         description=table["description"],
-        form=StepForm(table["attention"], bool(table["transposed_keys"])),
+        form=StepForm(table["attention"], table["transposed_keys"]),
         prefill_buckets=tuple(buckets),
         compile_options={key: str(value) for key, value in table["compile_options"].items()},
     )

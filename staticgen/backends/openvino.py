@@ -76,6 +76,7 @@ class OpenVINOBackend(Backend):
         profile = load_profile(_PROFILES.get(self.device.split(":")[-1].split(",")[0].split(".")[0], "generic-cpu"))
         self.form = profile.form
         self.prefill_buckets = profile.prefill_buckets
+        self._check_options(options or {})
         self._options = {**profile.compile_options, **(options or {})}
 
     def compile(self, step: Step, shape: StepShape) -> Program:
@@ -97,6 +98,17 @@ class OpenVINOBackend(Backend):
                 raise UnknownNameError(f"unknown OpenVINO device {device!r}: expected one of {', '.join(_PROFILES)}")
             if device not in present and family not in (name.split(".")[0] for name in present):
                 raise BackendUnavailableError(missing_device_message(self.name, device, present))
+
+    def _check_options(self, options: Mapping[str, str]) -> None:
+        if self.device not in _PROFILES:
+            return  # several devices: OpenVINO says itself what none of them knows
+        known = {str(name) for name in self._core.get_property(self.device, "SUPPORTED_PROPERTIES")}
+        for name in options:
+            if name not in known and not name.startswith("NPU"):  # the NPU plugin does not list all of its own
+                raise ValueError(
+                    f"backend_options has the unknown option {name!r} for OpenVINO device {self.device}; "
+                    f"known are {', '.join(sorted(known))}"
+                )
 
 
 def missing_device_message(backend: str, device: str, present: list[str]) -> str:

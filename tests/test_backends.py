@@ -1,0 +1,164 @@
+import subprocess
+import sys
+
+import models
+import openvino as ov
+import pytest
+import torch
+from models import new_tokens, random_prompt, reference
+from staticgen import BackendUnavailableError, CompileError, Session, UnknownNameError
+from staticgen.backends import BACKENDS, open_backend
+from staticgen.backends.openvino import OpenVINOBackend, static_model
+from staticgen.cache import KVCache
+from staticgen.shapes import StepForm, StepShape
+from staticgen.step import Step
+
+DEVICES = ov.Core().available_devices
+
+
+def test_importing_the_package_imports_no_vendor_library():
+    code = "import sys, staticgen; print([m for m in ('openvino', 'torch_xla', 'jax') if m in sys.modules])"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
+
+
+def test_auto_takes_the_best_that_is_present_and_says_which(caplog):
+    with caplog.at_level("INFO", logger="staticgen"):
+        backend = open_backend("auto")
+    assert backend.name == ("npu" if "NPU" in DEVICES else "openvino")
+    assert f"chose {backend.description}" in caplog.text
+
+
+def test_auto_never_takes_a_stand_in(monkeypatch):
+    monkeypatch.setenv("NPUW_DEVICES", "CPU")
+    assert open_backend("npu").description == "npu plugin run on CPU"
+    assert open_backend("auto").name == ("npu" if "NPU" in DEVICES else "openvino")
+    with pytest.raises(ValueError, match="by name"):
+        open_backend("auto", device="CPU")
+
+
+def test_auto_without_openvino_is_eager(monkeypatch):
+    from staticgen.registry import Registry
+
+    def missing(*_):
+        raise BackendUnavailableError("OpenVINO is not installed")
+
+    entries = {"eager": BACKENDS.get("eager"), "openvino": missing, "npu": missing}
+    monkeypatch.setattr("staticgen.backends.BACKENDS", Registry("backend", entries))
+    assert open_backend("auto").name == "eager"
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [("npu", None), ("openvino", "NPU"), ("openvino", "AUTO:NPU,CPU"), ("openvino", "GPU"), ("openvino", "GPU.1")],
+)
+def test_a_missing_device_is_an_error_with_what_there_is(name, device, monkeypatch):
+    """C59: at once, before any model is touched, and never another device in silence."""
+    wanted = (device or "NPU").split(":")[-1].split(",")[0]
+    if any(wanted.split(".")[0] in present for present in DEVICES):
+        pytest.skip(f"this machine has {wanted}")
+    with pytest.raises(
+        BackendUnavailableError, match=rf"{wanted}, but OpenVINO finds .*CPU.*backend='openvino'.*install Intel"
+    ):
+        open_backend(name, device)
+
+
+def test_unknown_devices_and_options():
+    with pytest.raises(UnknownNameError, match="unknown OpenVINO device 'TPU': expected one of CPU, GPU, NPU"):
+        open_backend("openvino", "TPU")
+    with pytest.raises(UnknownNameError, match="'cpu' only"):
+        open_backend("eager", "cuda")
+    with pytest.raises(ValueError, match="no backend_options"):
+        open_backend("eager", None, {"A": "B"})
+    with pytest.raises(ValueError, match=r"unknown option 'NO_SUCH'.*INFERENCE_PRECISION_HINT"):
+        open_backend("openvino", None, {"NO_SUCH": "1"})
+
+
+def test_the_advice_for_a_missing_npu_works(tiny_llama):
+    """C62: what an error tells people to do can be done."""
+    prompt = random_prompt(5)
+    session = Session(tiny_llama, max_length=32, backend="npu", backend_options={"NPUW_DEVICES": "CPU"})
+    assert new_tokens(session.generate(prompt), 5) == [reference(tiny_llama, prompt, 27)]
+    assert Session(tiny_llama, max_length=32, backend="openvino").backend.device == "CPU"
+
+
+@pytest.mark.parametrize("family", [models.llama(), models.gpt2(), models.mistral()], ids=["llama", "gpt2", "mistral"])
+@pytest.mark.parametrize("form", [StepForm("concat", False), StepForm("split", True)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_the_model_for_the_compiler_is_static_and_stateless(family, form, tokens):
+    """C61: every dimension of every operation is fixed, nothing is stateful, ports have names and types."""
+    step = Step(family, form)
+    model = static_model(step, StepShape(2, tokens, 32))
+    kinds = {operation.get_type_name() for operation in model.get_ops()}
+    assert not kinds & {"ReadValue", "Assign"}
+    for operation in model.get_ops():
+        assert all(output.get_partial_shape().is_static for output in operation.outputs()), operation
+    assert [port.get_any_name() for port in model.inputs[:4]] == [
+        "token_ids",
+        "position_ids",
+        "slot_positions",
+        "past_key.0",
+    ]
+    assert [list(port.shape) for port in model.inputs[:3]] == [[2, tokens], [2, tokens], [2, 32]]
+    assert list(model.output("logits").shape) == [2, 128]
+    assert len(model.inputs) == 3 + 4
+    assert len(model.outputs) == 1 + 4
+
+
+def test_a_dimension_that_stays_open_is_named(tiny_llama, monkeypatch):
+    step = Step(tiny_llama, StepForm())
+    monkeypatch.setattr(ov.Model, "reshape", lambda *_: None)
+    with pytest.raises(CompileError, match="is not static: .* has shape"):
+        static_model(step, StepShape(1, 1, 16))
+
+
+def test_what_a_compiler_refuses_is_said_in_its_words(tiny_llama):
+    with pytest.raises(CompileError, match=r"device CPU refused the step \[batch 1"):
+        Session(tiny_llama, max_length=32, backend="openvino", backend_options={"INFERENCE_PRECISION_HINT": "f99"})
+
+
+def test_fp32_is_fp32(tiny_llama):
+    """C60: none of the CPU plugin's reduced precision defaults, unless asked for."""
+    session = Session(tiny_llama, max_length=64, batch_size=3, backend="openvino")
+    used = session._programs[1]._request.get_compiled_model()
+    assert used.get_property("INFERENCE_PRECISION_HINT") == ov.Type.f32
+    assert used.get_property("KV_CACHE_PRECISION") == ov.Type.f32
+    assert used.get_property("DYNAMIC_QUANTIZATION_GROUP_SIZE") == 0
+    prompts = [random_prompt(length) for length in (3, 9, 16)]
+    assert new_tokens(session.generate(prompts, max_new_tokens=32), 16) == [
+        reference(tiny_llama, p, 32) for p in prompts
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["eager", "openvino"])
+def test_half_precision_is_near_and_finite(tiny_llama, name, dtype):
+    """Logits of one step against the float32 model: within what the dtype can hold."""
+    import copy
+
+    model = copy.deepcopy(tiny_llama).to(dtype)
+    backend = open_backend(name)
+    step = Step(model, backend.form)
+    assert step.dtype == dtype
+    prompt = random_prompt(12)
+    program = backend.compile(step, StepShape(1, 12, 16))
+    cache = KVCache(step.cache_spec, 1, 16, backend.form.transposed_keys)
+    logits, new = program(torch.tensor([prompt]), torch.arange(12)[None], cache)
+    exact = copy.deepcopy(model).float()(torch.tensor([prompt])).logits[:, -1]
+    assert logits.dtype == torch.float32
+    assert new.keys[0].dtype == dtype
+    assert all(torch.isfinite(tensor).all() for tensor in (logits, *new.keys, *new.values))
+    limit = 0.02 if dtype == torch.float16 else 0.15
+    assert (logits - exact).abs().max() < limit * exact.std()
+    session = Session(model, max_length=32, backend=name)
+    assert session.generate(prompt).shape == (1, 32)
+
+
+def test_the_profile_of_each_device_exists():
+    from staticgen.backends.openvino import _PROFILES
+    from staticgen.profiles import load_profile, profile_names
+
+    assert set(_PROFILES.values()) == set(profile_names())
+    assert load_profile("intel-npu").form == StepForm("concat", False)
+    assert OpenVINOBackend().form == load_profile("generic-cpu").form
