@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from staticgen.attention import MASKED, StepCache, static_attention
 from staticgen.shapes import StepForm
 

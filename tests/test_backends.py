@@ -6,6 +6,7 @@ import openvino as ov
 import pytest
 import torch
 from models import new_tokens, random_prompt, reference
+
 from staticgen import BackendUnavailableError, CompileError, Session, UnknownNameError
 from staticgen.backends import BACKENDS, open_backend
 from staticgen.backends.openvino import OpenVINOBackend, static_model
@@ -109,7 +110,7 @@ def test_the_model_for_the_compiler_is_static_and_stateless(family, form, tokens
 def test_a_dimension_that_stays_open_is_named(tiny_llama, monkeypatch):
     step = Step(tiny_llama, StepForm())
     monkeypatch.setattr(ov.Model, "reshape", lambda *_: None)
-    with pytest.raises(CompileError, match="is not static: .* has shape"):
+    with pytest.raises(CompileError, match=r"is not static: .* has shape"):
         static_model(step, StepShape(1, 1, 16))
 
 

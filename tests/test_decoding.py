@@ -3,6 +3,7 @@ import pytest
 import torch
 import transformers as tf
 from models import new_tokens, random_prompt, reference
+
 from staticgen import Session
 from staticgen.decoding import Sampler, read_decoding
 

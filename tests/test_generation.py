@@ -5,9 +5,10 @@ import weakref
 import models
 import numpy as np
 import pytest
-import staticgen
 import torch
 from models import new_tokens, random_prompt, reference
+
+import staticgen
 from staticgen.generation import SESSIONS_PER_MODEL, session_for
 
 
@@ -197,7 +198,7 @@ def test_bad_input_is_refused_before_anything_compiles(tiny_llama, compiled, arg
 
 
 def test_an_unknown_argument_is_refused(tiny_llama, compiled):
-    with pytest.raises(TypeError, match="unknown argument 'max_tokens'; known .*max_new_tokens"):
+    with pytest.raises(TypeError, match=r"unknown argument 'max_tokens'; known .*max_new_tokens"):
         staticgen.generate(tiny_llama, [5, 6], max_tokens=3, backend="eager")
     with pytest.raises(TypeError, match="PreTrainedModel"):
         staticgen.generate(torch.nn.Linear(2, 2), [5, 6], max_length=8)

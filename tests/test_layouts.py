@@ -2,6 +2,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from staticgen.cache import EMPTY, KVBuffers, KVCache, Placement, Segment
 from staticgen.layouts import LAYOUTS, Ring, Shift
 from staticgen.shapes import CacheSpec, LayerSpec

@@ -1,4 +1,5 @@
 import pytest
+
 from staticgen import UnknownNameError
 from staticgen.profiles import load_profile, parse_profile, profile_names
 

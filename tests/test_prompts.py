@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+
 from staticgen.prompts import read_prompts
 
 VOCAB = 128

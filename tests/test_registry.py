@@ -1,4 +1,5 @@
 import pytest
+
 from staticgen import UnknownNameError
 from staticgen.registry import Registry
 

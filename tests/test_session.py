@@ -6,6 +6,7 @@ import models
 import pytest
 import torch
 from models import new_tokens, random_prompt, reference
+
 from staticgen import RecompileError, Session, SessionBusyError
 
 BUCKETS = [8, 32]

@@ -4,6 +4,7 @@ import models
 import pytest
 import torch
 import transformers as tf
+
 from staticgen import UnsupportedModelError
 from staticgen.cache import KVCache
 from staticgen.layouts import Ring

