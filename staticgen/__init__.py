@@ -9,6 +9,7 @@ from staticgen.errors import (
     CompileError,
     RecompileError,
     SessionBusyError,
+    StaleSessionError,
     UnknownNameError,
     UnsupportedModelError,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "Session",
     "SessionBusyError",
     "SessionStats",
+    "StaleSessionError",
     "UnknownNameError",
     "UnsupportedModelError",
     "generate",

@@ -19,12 +19,12 @@ from staticgen.shapes import StepForm
 
 ATTENTION_NAME = "staticgen"
 
-# Added to the scores of what a query may not see. exp() of it is exactly 0 beside any real score, and
-# it stays finite in float16 after the scores are added: -1e9 would be -inf there, and a row of -inf NaN.
-MASKED = -3.0e4
+# The score of what a query may not see: the lowest of float16, so that it stays finite on targets that compute
+# in it (a row of -inf would be NaN). It replaces the score; added to it, a large score would shine through.
+MASKED = -65504.0
 
 # Attention arguments that would change the result and that this function does not implement.
-_REFUSED_ARGUMENTS = ("s_aux", "position_bias", "head_mask", "alibi")
+_REFUSED_ARGUMENTS = ("position_bias", "head_mask", "alibi")
 
 
 class PastAndNew(NamedTuple):
@@ -76,16 +76,19 @@ class StepCache(Cache):
         past_value = self._past_values[layer_idx] if self._past_values else None
         return PastAndNew(past_key, key_states, self), PastAndNew(past_value, value_states, self)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0  # models ask only in order to number positions, and a step always gives positions
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        """0: models ask in order to number positions, and a step always gives positions."""
+        if layer_idx is not None:  # a layer that asks does more than numbering
+            raise UnsupportedModelError(f"layer {layer_idx} uses the length of the cache")
+        return 0
 
     def mask(self, window: int | None) -> torch.Tensor:
-        """Additive mask, float32 [B, 1, T, L + T]: 0 where the query may look, MASKED elsewhere."""
+        """bool [B, 1, 1, T, L + T]: where the query may look."""
         if window not in self._masks:
             visible = (self._key_positions >= 0) & (self._key_positions <= self._query_positions)
             if window is not None:
                 visible = visible & (self._query_positions - self._key_positions < window)
-            self._masks[window] = torch.where(visible, 0.0, MASKED)[:, None]
+            self._masks[window] = visible[:, None, None]
         return self._masks[window]
 
 
@@ -99,6 +102,7 @@ def static_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Softmax attention over the past and the new keys, with H query heads grouped over K key heads.
@@ -109,6 +113,7 @@ def static_attention(
         attention_mask: ignored; the mask follows from positions.
         sliding_window: a query sees this many positions, its own included.
         softcap: scores are squashed to (-softcap, softcap) by tanh (Gemma 2).
+        s_aux: [H], the score of a sink that takes weight and has no value (GPT-OSS).
 
     Returns:
         [B, T, H, D], and None in place of the attention weights.
@@ -142,14 +147,19 @@ def static_attention(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     columns = scores.shape[3]
-    scores = scores.float().reshape(batch, kv_heads, group, tokens, columns) + step.mask(sliding_window)[:, :, None]
-    weights = torch.softmax(scores, dim=-1).to(query.dtype).reshape(batch, kv_heads, group * tokens, columns)
+    scores = scores.float().reshape(batch, kv_heads, group, tokens, columns)
+    scores = scores.masked_fill(~step.mask(sliding_window), MASKED)
+    if s_aux is not None:
+        sink = s_aux.float().reshape(1, kv_heads, group, 1, 1).expand(batch, -1, -1, tokens, 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :columns].to(query.dtype)
+    weights = weights.reshape(batch, kv_heads, group * tokens, columns)
     if past_values is not None:
         slots = past_values.shape[2]
         output = weights[..., :slots] @ past_values + weights[..., slots:] @ new_values
     else:
         output = weights @ new_values
-    return output.reshape(batch, heads, tokens, output.shape[3]).transpose(1, 2), None
+    return output.reshape(batch, heads, tokens, output.shape[3]).transpose(1, 2).contiguous(), None
 
 
 def _transposed(past_keys: torch.Tensor | None, already: bool) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,11 @@ _OFF = {"min_length": 0, "do_sample": False, "temperature": 1.0, "top_k": 0, "to
 # Fields that do not change which tokens come out here.
 _WITHOUT_EFFECT = {
     "bos_token_id",
+    "cache_implementation",
+    "low_memory",
+    "prefill_chunk_size",
+    "renormalize_logits",
+    "use_cache",
     "decoder_start_token_id",
     "transformers_version",
     "early_stopping",
@@ -57,7 +63,6 @@ _WITHOUT_EFFECT = {
 }
 # Values under which any other field asks for nothing.
 _NEUTRAL: dict[str, Any] = {
-    "use_cache": True,
     "num_beams": 1,
     "num_beam_groups": 1,
     "num_return_sequences": 1,
@@ -114,19 +119,19 @@ class Decoding:
         if self.repetition_penalty != 1.0:
             chain.append(RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
         eos = list(self.eos_token_ids)
-        if eos and self.min_length > 0:
-            chain.append(MinLengthLogitsProcessor(self.min_length, eos))
+        if eos and self.min_length > 0 and self.min_new_tokens is None:
+            chain.append(MinLengthLogitsProcessor(int(self.min_length), eos))
         if eos and self.min_new_tokens:
-            chain.append(MinNewTokensLengthLogitsProcessor(prompt_length, self.min_new_tokens, eos))
+            chain.append(MinNewTokensLengthLogitsProcessor(prompt_length, int(self.min_new_tokens), eos))
         if self.do_sample:
             if self.temperature != 1.0:
                 chain.append(TemperatureLogitsWarper(float(self.temperature)))
             if self.top_k != 0:
-                chain.append(TopKLogitsWarper(self.top_k))
+                chain.append(TopKLogitsWarper(int(self.top_k)))
             if self.top_p < 1.0:
-                chain.append(TopPLogitsWarper(self.top_p))
+                chain.append(TopPLogitsWarper(float(self.top_p)))
             if self.min_p is not None:
-                chain.append(MinPLogitsWarper(self.min_p))
+                chain.append(MinPLogitsWarper(float(self.min_p)))
         return chain
 
 
@@ -142,7 +147,7 @@ class Sampler:
         self._do_sample = decoding.do_sample
         self._chains = [decoding.processors(len(row)) for row in rows]
         self._histories = [row[None] for row in rows] if self._chains[0] else None
-        self._generator = None if decoding.seed is None else torch.Generator().manual_seed(decoding.seed)
+        self._generator = None if decoding.seed is None else torch.Generator("cpu").manual_seed(int(decoding.seed))
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """Next tokens, int64 [B], from logits float32 [B, V], which are not changed."""
@@ -188,6 +193,8 @@ def read_decoding(
     if not lengths_are_own:  # a length that is given replaces both of the model's
         own.pop("max_length", None)
         own.pop("max_new_tokens", None)
+    if own.get("max_new_tokens") is not None:
+        own.pop("max_length", None)  # as in transformers, the number of new tokens wins
     values = {**HONOURED, **own, **given}
     for name, off in _OFF.items():  # an explicit None turns a filter off, as in transformers
         if values[name] is None:
@@ -245,11 +252,11 @@ def _check_ranges(decoding: Decoding) -> None:
         check("top_p", lambda x: 0 <= x <= 1, "a number from 0 to 1 (1 turns it off)")
         check_optional("min_p", lambda x: 0 <= x <= 1, "a number from 0 to 1")
     check("repetition_penalty", lambda x: x > 0, "a number above 0 (1 turns it off)")
-    check_optional("seed", _is_int, "a whole number")
+    check_optional("seed", lambda n: _is_int(n) and -(2**63) <= n < 2**64, "a whole number of 64 bits")
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _eos_ids(value: Any) -> tuple[int, ...]:
@@ -263,4 +270,4 @@ def _eos_ids(value: Any) -> tuple[int, ...]:
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

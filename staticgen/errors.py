@@ -23,5 +23,9 @@ class SessionBusyError(RuntimeError):
     """A session was called again by the thread that still holds an open stream of it."""
 
 
+class StaleSessionError(RuntimeError):
+    """The model changed after a session was compiled from it, so that the session would give the old tokens."""
+
+
 class CompileError(RuntimeError):
     """A compiler refused the step; the message holds its words and the size."""

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-_MASK_DTYPES = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.float32}
-
 
 @dataclass(frozen=True)
 class Prompts:
@@ -51,11 +49,11 @@ def read_prompts(
     """Check ``ids`` and ``attention_mask`` and take the padding off.
 
     Args:
-        ids: int64 or int32 [B, T] or [T]: a tensor, a numpy array, a list of ids, or a list of lists,
+        ids: integers [B, T] or [T]: a tensor, a numpy array, a list of ids, or a list of lists,
             which may differ in length and are then left-padded.
         attention_mask: the same shape, 1 on real tokens and 0 on padding, which must be on the left.
-            Without it every token is real, except where ``pad_token_id`` occurs and is no EOS: then
-            these tokens are padding, as in transformers.
+            Without it every token of a list is real, and every token of a tensor or array except where
+            ``pad_token_id`` occurs and is no EOS: then these tokens are padding, as in transformers.
         vocab_size: ids of real tokens are below this; what stands under padding does not matter.
         pad_token_id: for ragged lists and for the mask that is inferred.
         eos_token_ids: a pad token among these never makes a mask.
@@ -63,13 +61,22 @@ def read_prompts(
     Raises:
         ValueError, TypeError: the message names the argument, the row and what was expected.
     """
-    tensor, mask = _as_tensor(ids, pad_token_id)
-    if mask is not None and attention_mask is not None:
-        raise ValueError("attention_mask cannot be given with a ragged list of ids: it is known from their lengths")
+    tensor, lengths = _as_tensor(ids, 0 if pad_token_id is None else pad_token_id)
     if attention_mask is not None:
+        if lengths is not None and len(set(lengths)) > 1:
+            raise ValueError("attention_mask cannot be given with a ragged list of ids: it is known from their lengths")
         mask = _as_mask(attention_mask, tensor)
-    elif mask is None:
-        mask = _inferred_mask(tensor, pad_token_id, eos_token_ids)
+    elif lengths is not None:
+        mask = (
+            torch.arange(tensor.shape[1], device="cpu")
+            >= tensor.shape[1] - torch.tensor(lengths, device="cpu")[:, None]
+        )
+        _warn_of_pads(tensor, mask, pad_token_id)
+    elif pad_token_id is not None and pad_token_id not in eos_token_ids:
+        mask = tensor != pad_token_id
+    else:
+        mask = torch.ones_like(tensor, dtype=torch.bool)
+        _warn_of_pads(tensor, mask, pad_token_id)
     for row in range(tensor.shape[0]):
         if not mask[row].any():
             raise ValueError(f"ids row {row} is empty: every prompt needs at least one token (a BOS token will do)")
@@ -88,30 +95,29 @@ def read_prompts(
     return Prompts(tensor, tuple(tensor[row, mask[row]] for row in range(tensor.shape[0])))
 
 
-def _as_tensor(ids: Any, pad_token_id: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """int64 [B, T], and a mask if ``ids`` was a ragged list."""
-    if isinstance(ids, str) or not isinstance(ids, (torch.Tensor, np.ndarray, Sequence)):
+def _as_tensor(ids: Any, pad: int) -> tuple[torch.Tensor, list[int] | None]:
+    """int64 [B, T], a copy; and for lists the lengths of their rows."""
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, (torch.Tensor, np.ndarray, Sequence)):
         raise TypeError(f"ids must be token ids (a tensor, a numpy array or a list), got {type(ids).__name__}")
     if isinstance(ids, Sequence):
         if len(ids) == 0:
             raise ValueError("ids is empty: give at least one prompt of at least one token")
-        rows = [_one_row(row) for row in ids] if not _is_int(ids[0]) else [_one_row(ids)]
+        rows = [_one_row(ids)] if _is_int(ids[0]) else [_one_row(row) for row in ids]
         lengths = [len(row) for row in rows]
         if 0 in lengths:
             raise ValueError(
                 f"ids row {lengths.index(0)} is empty: every prompt needs at least one token (a BOS token will do)"
             )
         width = max(lengths)
-        pad = 0 if pad_token_id is None else pad_token_id
-        padded = torch.tensor([[pad] * (width - len(row)) + row for row in rows], dtype=torch.int64)
-        ragged = min(lengths) < width
-        mask = torch.tensor([[False] * (width - size) + [True] * size for size in lengths]) if ragged else None
-        return padded, mask
-    tensor = torch.from_numpy(np.ascontiguousarray(ids)) if isinstance(ids, np.ndarray) else ids
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise TypeError(f"ids must have an integer dtype, got {tensor.dtype}")
-    if tensor.dim() == 1:
-        tensor = tensor[None]
+        padded = [[pad] * (width - len(row)) + row for row in rows]
+        return torch.tensor(padded, dtype=torch.int64, device="cpu"), lengths
+    if isinstance(ids, np.ndarray):
+        if ids.dtype.kind not in "iu":
+            raise TypeError(f"ids must have an integer dtype, got {ids.dtype}")
+        ids = torch.from_numpy(np.array(ids, dtype=np.int64, order="C"))
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"ids must have an integer dtype, got {ids.dtype}")
+    tensor = ids[None] if ids.dim() == 1 else ids
     if tensor.dim() != 2 or tensor.numel() == 0:
         raise ValueError(
             f"ids must have shape [batch, tokens] or [tokens] with at least one token, got {list(tensor.shape)}"
@@ -121,9 +127,13 @@ def _as_tensor(ids: Any, pad_token_id: int | None) -> tuple[torch.Tensor, torch.
 
 def _one_row(row: Any) -> list[int]:
     values = row.tolist() if isinstance(row, (torch.Tensor, np.ndarray)) else row
-    if isinstance(values, str) or not isinstance(values, Sequence) or not all(_is_int(value) for value in values):
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or not all(map(_is_int, values)):
         raise TypeError(f"ids must hold integers, got the row {row!r}")
-    return [int(value) for value in values]
+    numbers = [int(value) for value in values]
+    wide = next((number for number in numbers if not -(2**63) <= number < 2**63), None)
+    if wide is not None:
+        raise ValueError(f"ids holds {wide}, which is no token id")
+    return numbers
 
 
 def _is_int(value: Any) -> bool:
@@ -134,28 +144,33 @@ def _is_int(value: Any) -> bool:
 
 def _as_mask(attention_mask: Any, ids: torch.Tensor) -> torch.Tensor:
     """bool [B, T]."""
-    mask = torch.as_tensor(attention_mask)
-    if mask.dtype not in _MASK_DTYPES:
-        raise TypeError(f"attention_mask must be integer, bool or float32, got {mask.dtype}")
+    if isinstance(attention_mask, torch.Tensor):
+        mask = attention_mask.detach().cpu()
+    else:
+        try:
+            array = np.array(attention_mask)
+        except ValueError:
+            raise ValueError(f"attention_mask must have the shape of ids, {list(ids.shape)}; its rows differ") from None
+        if array.dtype.kind not in "iufb":
+            raise TypeError(f"attention_mask must hold numbers, got {type(attention_mask).__name__} of {array.dtype}")
+        mask = torch.from_numpy(array.astype(np.float64))
     if mask.dim() == 1 and ids.shape[0] == 1:
         mask = mask[None]
     if mask.shape != ids.shape:
         raise ValueError(f"attention_mask has shape {list(mask.shape)}, expected {list(ids.shape)}, the shape of ids")
     if not ((mask == 0) | (mask == 1)).all():
         raise ValueError("attention_mask must hold only 1 (real token) and 0 (padding)")
-    return mask.to("cpu").bool()
+    return mask == 1
 
 
-def _inferred_mask(ids: torch.Tensor, pad_token_id: int | None, eos_token_ids: Collection[int]) -> torch.Tensor:
-    everything = torch.ones_like(ids, dtype=torch.bool)
-    if pad_token_id is None or not (ids == pad_token_id).any():
-        return everything
-    if pad_token_id not in eos_token_ids:
-        return ids != pad_token_id
-    if ids.shape[0] > 1 and (ids[:, 0] == pad_token_id).any():
+def _warn_of_pads(ids: torch.Tensor, mask: torch.Tensor, pad_token_id: int | None) -> None:
+    """Real tokens that look like padding: a row begins with several, or with one where another row does not."""
+    if pad_token_id is None:
+        return
+    pads = ((ids != pad_token_id) & mask).cumsum(1).eq(0).logical_and(mask).sum(1)
+    if (pads > 1).any() or 0 < int((pads == 1).sum()) < len(pads):
         warnings.warn(
-            f"ids starts with token {pad_token_id}, which is both pad and EOS; without attention_mask it counts as a "
-            "real token. Pass attention_mask if it is padding.",
-            stacklevel=4,
+            f"ids begins with the pad token {pad_token_id}, which counts as a real token here; pass attention_mask if "
+            "it is padding",
+            stacklevel=5,
         )
-    return everything

@@ -53,7 +53,7 @@ class Registry(Generic[T]):
         Raises:
             UnknownNameError: nothing has this name; the message lists what there is.
         """
-        key = name.strip().lower() if isinstance(name, str) else name
+        key = name.strip().lower() if isinstance(name, str) else ""
         if key not in self._entries:
             raise UnknownNameError(f"unknown {self.kind} {name!r}: expected one of {', '.join(self.names())}")
         entry = self._entries[key]

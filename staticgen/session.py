@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,13 +13,14 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from staticgen.backends import Backend, Program, open_backend
 from staticgen.cache import EMPTY, KVCache
-from staticgen.decoding import Decoding, Sampler, read_decoding
-from staticgen.errors import RecompileError, SessionBusyError
+from staticgen.calls import Call
+from staticgen.decoding import Decoding, read_decoding
+from staticgen.errors import RecompileError, SessionBusyError, StaleSessionError
 from staticgen.layouts import LAYOUTS
 from staticgen.prompts import Prompts, read_prompts
 from staticgen.shapes import StepShape, plan_chunks
-from staticgen.stats import CallStats, SessionStats
-from staticgen.step import Step, step_for, vocab_size
+from staticgen.stats import SessionStats
+from staticgen.step import Step, model_stamp, step_for, vocab_size
 
 
 class Session:
@@ -48,6 +50,7 @@ class Session:
         ValueError, TypeError: a bad argument; nothing has been compiled then.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         model: PreTrainedModel,
@@ -67,12 +70,13 @@ class Session:
         self.backend: Backend = open_backend(backend, device, backend_options)
         self.prefill_buckets = _fit_buckets(prefill_buckets, self.backend.prefill_buckets, max_length)
         self._step = step_for(model, self.backend.form)
+        self._model = weakref.ref(model)
         require_positions(self._step, max_length)
-        self._cache = KVCache(self._step.cache_spec, batch_size, max_length, self.backend.form.transposed_keys)
+        self._cache = self._new_cache()
         self._programs: dict[int, Program] = {}
         self._warm = False
         self._in_use = threading.Lock()
-        self._user: int | None = None
+        self._user: threading.Thread | None = None
         self.stats = SessionStats(cache_bytes=self._cache.buffers.nbytes)
         for tokens in (*self.prefill_buckets, 1):
             self._program(tokens)
@@ -85,8 +89,8 @@ class Session:
         )
 
     def is_current(self, model: PreTrainedModel) -> bool:
-        """Whether this session was compiled from the weights that ``model`` has now."""
-        return step_for(model, self.backend.form) is self._step
+        """Whether ``model`` is what it was when this session was compiled: weights, modules and config."""
+        return model_stamp(model) == self._step.stamp
 
     def generate(
         self,
@@ -113,10 +117,10 @@ class Session:
 
         Raises:
             ValueError, TypeError: bad input; nothing has run then.
+            StaleSessionError: the model has changed since the session was made.
             SessionBusyError: this thread still holds an open stream of this session.
         """
-        prompts, settings = read_call(self._step.model, ids, attention_mask, generation_config, decoding)
-        return self.run_to_end(prompts, settings)
+        return self.run_to_end(*self._read(ids, attention_mask, generation_config, decoding))
 
     def stream(
         self,
@@ -130,7 +134,18 @@ class Session:
 
         The session is in use until the stream ends, is closed or is dropped.
         """
-        return self.run(*read_call(self._step.model, ids, attention_mask, generation_config, decoding))
+        return self.run(*self._read(ids, attention_mask, generation_config, decoding))
+
+    def _read(
+        self, ids: Any, attention_mask: Any, generation_config: GenerationConfig | None, decoding: Mapping[str, Any]
+    ) -> tuple[Prompts, Decoding]:
+        model = self._model()
+        if model is not None and not self.is_current(model):
+            raise StaleSessionError(
+                "the model's weights, modules or config changed after this session was compiled from them; "
+                "make a new staticgen.Session"
+            )
+        return read_call(model or self._step.model, ids, attention_mask, generation_config, decoding)
 
     def run_to_end(self, prompts: Prompts, settings: Decoding) -> torch.Tensor:
         """:meth:`generate` for a call that has been read by :func:`read_call`."""
@@ -148,46 +163,45 @@ class Session:
 
     def _tokens(self, prompts: Prompts, settings: Decoding, new_tokens: int) -> Generator[torch.Tensor, None, None]:
         """The loop: prefill, then choose a token, hand it out, run one step; until all rows have ended."""
-        with _Hold(self):
-            begin = time.perf_counter()
-            call = self.stats.last = CallStats(
-                prompt_tokens=sum(len(row) for row in prompts.rows),
-                new_tokens=[0] * prompts.batch,
-                finish_reasons=[""] * prompts.batch,
-            )
-            sampler = Sampler(settings, prompts.rows)
-            eos = torch.tensor(settings.eos_token_ids, dtype=torch.int64)
-            running = torch.ones(prompts.batch, dtype=torch.bool)
-            step_ids = torch.zeros(self.batch_size, 1, dtype=torch.int64)
-            step_positions = torch.full((self.batch_size, 1), EMPTY, dtype=torch.int64)
-            step_positions[: prompts.batch, 0] = torch.tensor([len(row) for row in prompts.rows])
-            live_positions = step_positions[: prompts.batch, 0]
-            logits = self._prefill(prompts)
-            for index in range(new_tokens):
-                tokens = sampler(logits[: prompts.batch])
-                tokens = torch.where(running, tokens, settings.fill_token_id)
-                for row in running.nonzero()[:, 0].tolist():
-                    call.new_tokens[row] += 1
-                ended = running & torch.isin(tokens, eos)
-                running = running & ~ended
-                last = index == new_tokens - 1
-                for row in range(prompts.batch):
-                    if ended[row]:
-                        call.finish_reasons[row] = "eos"
-                    elif last and running[row]:
-                        call.finish_reasons[row] = "length"
-                if index == 0:
-                    call.first_token_seconds = time.perf_counter() - begin
-                yield tokens.clone()
-                if last or not running.any():
+        with _Hold(self) as hold:
+            call, logits = self._begin(prompts, settings, new_tokens)
+            while True:
+                yield self._choose(call, logits)
+                hold.resume()
+                if call.finished:
                     return
-                start = time.perf_counter()
-                live_positions[~running] = EMPTY  # an ended row goes on as padding
-                step_ids[: prompts.batch, 0] = torch.where(running, tokens, 0)
-                logits = self._run(self._programs[1], step_ids, step_positions)
-                live_positions[running] += 1
-                call.steps += 1
-                call.decode_seconds += time.perf_counter() - start
+                logits = self._decode(call)
+
+    # The caller may be in inference mode while a stream is begun and not while it goes on, or the other way
+    # round. Tensors made in that mode cannot be written outside it, so that none of ours is made in it.
+
+    @torch.inference_mode(False)
+    def _begin(self, prompts: Prompts, settings: Decoding, new_tokens: int) -> tuple[Call, torch.Tensor]:
+        call = Call(prompts, settings, self.batch_size, new_tokens)
+        self.stats.last = call.stats
+        return call, self._prefill(prompts)
+
+    @torch.inference_mode(False)
+    def _choose(self, call: Call, logits: torch.Tensor) -> torch.Tensor:
+        return call.choose(logits)
+
+    @torch.inference_mode(False)
+    def _decode(self, call: Call) -> torch.Tensor:
+        start = time.perf_counter()
+        logits = self._run(self._program(1), call.token_ids, call.position_ids)
+        call.advance(time.perf_counter() - start)
+        return logits
+
+    def _new_cache(self) -> KVCache:
+        spec, turned = self._step.cache_spec, self.backend.form.transposed_keys
+        try:
+            return KVCache(spec, self.batch_size, self.max_length, turned)
+        except (RuntimeError, MemoryError, ValueError) as error:
+            gigabytes = spec.nbytes(self.batch_size, self.max_length) / 1e9
+            raise MemoryError(
+                f"the cache for max_length={self.max_length} and batch_size={self.batch_size} needs {gigabytes:.3g} GB, "
+                "which this machine does not give; lower either"
+            ) from error
 
     def _prefill(self, prompts: Prompts) -> torch.Tensor:
         """Fill the cache from empty, chunk by chunk; logits [batch_size, V] of the last prompt token."""
@@ -195,17 +209,17 @@ class Session:
         self._cache.clear()
         chunks = plan_chunks(prompts.longest, self.prefill_buckets)
         width = sum(chunks)
-        ids = torch.zeros(self.batch_size, width, dtype=torch.int64)
-        positions = torch.full((self.batch_size, width), EMPTY, dtype=torch.int64)
+        ids = torch.zeros(self.batch_size, width, dtype=torch.int64, device="cpu")
+        positions = torch.full_like(ids, EMPTY)
         for index, row in enumerate(prompts.rows):
             ids[index, width - len(row) :] = row
-            positions[index, width - len(row) :] = torch.arange(len(row))
+            positions[index, width - len(row) :] = torch.arange(len(row), device="cpu")
         padding = width - prompts.longest  # columns that are padding in every row take no slot
         start = 0
         for size in chunks:
             columns = slice(start, start + size)
             logits = self._run(
-                self._programs[size], ids[:, columns], positions[:, columns], skip=max(0, padding - start)
+                self._program(size), ids[:, columns], positions[:, columns], skip=max(0, padding - start)
             )
             start += size
         return logits
@@ -243,20 +257,28 @@ class Session:
 
 
 class _Hold:
-    """Holds a session for one call: other threads wait, the same thread gets an error, not a deadlock."""
+    """Holds a session for one call: other threads wait, the same thread gets an error, not a deadlock.
+
+    A stream may be continued in another thread, which then holds the session.
+    """
 
     def __init__(self, session: Session):
         self._session = session
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Hold:
         session = self._session
-        if session._user == threading.get_ident():
+        if session._user is threading.current_thread():
             raise SessionBusyError(
-                "this session is in the middle of a stream that this thread has not finished; "
-                "close the stream (stream.close()) or use another session"
+                "this thread holds an unfinished stream of the session; close it (stream.close()), or use a "
+                "staticgen.Session for each"
             )
         session._in_use.acquire()
-        session._user = threading.get_ident()
+        self.resume()
+        return self
+
+    def resume(self) -> None:
+        """The thread that runs now is the one that holds."""
+        self._session._user = threading.current_thread()
 
     def __exit__(self, *error: object) -> None:
         self._session._user = None
@@ -321,7 +343,7 @@ def require_positions(step: Step, max_length: int) -> None:
     limit = step.position_limit
     if limit is not None and max_length - 1 > limit:
         raise ValueError(
-            f"max_length is {max_length}, but model_type {step.model.config.model_type!r} has {limit} positions; "
+            f"max_length (prompt and new tokens together) is {max_length}, but model_type {step.model.config.model_type!r} has {limit} positions; "
             f"use max_length={limit + 1} or less"
         )
 
@@ -329,9 +351,11 @@ def require_positions(step: Step, max_length: int) -> None:
 def _fit_buckets(given: Sequence[int] | None, default: Sequence[int], max_length: int) -> tuple[int, ...]:
     if given is None:
         return tuple(size for size in default if size <= max_length) or (max_length,)
-    sizes = list(given)
+    sizes = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else []
     if not sizes or not all(isinstance(s, int) and not isinstance(s, bool) and 0 < s <= max_length for s in sizes):
-        raise ValueError(f"prefill_buckets is {given!r}, expected whole numbers from 1 to max_length={max_length}")
+        raise ValueError(
+            f"prefill_buckets is {given!r}, expected a list of whole numbers from 1 to max_length={max_length}"
+        )
     return tuple(sorted(set(sizes)))
 
 

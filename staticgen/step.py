@@ -10,7 +10,9 @@ the new keys and values; whoever runs it writes them to the cache.
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
+import json
 import threading
 import weakref
 from collections.abc import Sequence
@@ -28,7 +30,9 @@ _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Rotary embeddings whose frequencies change with the length of the text; a compiled step holds the
 # frequencies that apply up to the trained length.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _PROBE_TOKENS = 8
+_SAMPLES = 64  # numbers of each tensor that a stamp looks at
 
 
 class Step(nn.Module):
@@ -40,7 +44,9 @@ class Step(nn.Module):
 
     Attributes:
         cache_spec: what every layer caches.
+        logits_size: numbers per row of logits; V, or more where the head is wider than the vocabulary.
         position_limit: how many positions the model has, None where nothing limits them.
+        stamp: :func:`model_stamp` of the model when the step was made.
 
     Raises:
         TypeError: ``model`` is no ``PreTrainedModel``.
@@ -52,13 +58,15 @@ class Step(nn.Module):
         check_model(model)
         register_attention()
         self.form = form
+        self.stamp = model_stamp(model)
+        self.logits_size = 0
         self.model = _clone_sharing_weights(model)
         self.model.set_attn_implementation(ATTENTION_NAME)
         parameters = inspect.signature(type(model).forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self.position_limit: int | None = None
         self.cache_spec = self._probe(model)
-        self.position_limit = position_limit(model)
 
     @property
     def layers(self) -> int:
@@ -100,10 +108,10 @@ class Step(nn.Module):
 
     def example_inputs(self, shape: StepShape) -> tuple[torch.Tensor, ...]:
         """Inputs of the right sizes for ``shape``, with an empty cache, to trace or warm up with."""
-        ids = torch.zeros(shape.batch, shape.tokens, dtype=torch.int64)
-        slots = torch.full((shape.batch, shape.cache_length), EMPTY, dtype=torch.int64)
+        ids = torch.zeros(shape.batch, shape.tokens, dtype=torch.int64, device="cpu")
+        slots = torch.full((shape.batch, shape.cache_length), EMPTY, dtype=torch.int64, device="cpu")
         past = KVBuffers(self.cache_spec, shape.batch, shape.cache_length, self.form.transposed_keys)
-        positions = torch.arange(shape.tokens).expand(shape.batch, -1).contiguous()
+        positions = torch.arange(shape.tokens, device="cpu").expand(shape.batch, -1).contiguous()
         return (ids, positions, slots, *past.keys, *past.values)
 
     def _run(self, token_ids: torch.Tensor, position_ids: torch.Tensor, cache: StepCache) -> torch.Tensor:
@@ -116,6 +124,21 @@ class Step(nn.Module):
         )
         return output.logits[:, -1].float()
 
+    def _run_in_two_steps(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits as a session gets them: left-padded, and then over a past with empty slots, out of order."""
+        cut = ids.shape[1] // 2
+        padding = torch.full((1, 2), EMPTY, device="cpu")
+        padded = torch.cat([padding, positions[:, :cut]], dim=1)
+        first = StepCache(padded, positions[:, :0], (), (), self.form)
+        self._run(torch.cat([padding * 0, ids[:, :cut]], dim=1), padded, first)
+        order = torch.arange(cut + 1, -1, -1, device="cpu")
+        keys = [key[:, :, order] for key in _in_layer_order(first.new_keys)]
+        if self.form.transposed_keys:
+            keys = [key.transpose(2, 3) for key in keys]
+        values = [value[:, :, order] for value in _in_layer_order(first.new_values)]
+        second = StepCache(positions[:, cut:], padded[:, order], keys, values, self.form)
+        return self._run(ids[:, cut:], positions[:, cut:], second)
+
     @torch.no_grad()
     def _probe(self, model: PreTrainedModel) -> CacheSpec:
         """Run a few tokens through the step and through the model itself.
@@ -123,18 +146,18 @@ class Step(nn.Module):
         This finds the sizes of the cache without reading a config, and refuses models whose attention
         this package cannot express instead of generating wrong tokens from them.
         """
-        kind = model.config.model_type
-        tokens = _PROBE_TOKENS
-        windows = [getattr(model.config, "sliding_window", None)]
-        if windows[0] is not None and windows[0] < 64:
-            tokens = max(tokens, windows[0] + 3)  # long enough to see the window's edge
+        kind, config = model.config.model_type, model.config.get_text_config()
+        window = getattr(config, "sliding_window", None)
+        # With a small window, enough tokens to see its edge.
+        tokens = max(_PROBE_TOKENS, window + 3) if window is not None and window < 64 else _PROBE_TOKENS
         limit = position_limit(model)
         tokens = tokens if limit is None else min(tokens, limit)
-        ids = (torch.arange(tokens) * 7 + 1).remainder(self.vocab_size)[None]
-        positions = torch.arange(tokens)[None]
+        positions = torch.arange(tokens, device="cpu")[None]
+        ids = (positions * 7 + 1).remainder(self.vocab_size)
         cache = StepCache(positions, positions[:, :0], (), (), self.form)
         try:
             logits = self._run(ids, positions, cache)
+            again = self._run_in_two_steps(ids, positions)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"model_type {kind!r} cannot run as a static step: {error}") from error
         except Exception as error:
@@ -142,14 +165,14 @@ class Step(nn.Module):
                 f"model_type {kind!r} cannot run as a static step: its forward fails with keys and values "
                 f"kept apart ({type(error).__name__}: {error})"
             ) from error
-        layers = model.config.get_text_config().num_hidden_layers
+        layers = config.num_hidden_layers
         routed = set(cache.windows) & set(cache.new_keys)
         if routed != set(range(layers)):
             raise UnsupportedModelError(
                 f"model_type {kind!r} cannot run as a static step: {layers - len(routed)} of its {layers} layers do "
                 "not use attention through transformers' AttentionInterface and Cache"
             )
-        for index, layer_type in enumerate(getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        for index, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
             if (layer_type == "sliding_attention") != (cache.windows[index] is not None):
                 raise UnsupportedModelError(
                     f"model_type {kind!r} cannot run as a static step: layer {index} is {layer_type!r} but gives "
@@ -157,13 +180,23 @@ class Step(nn.Module):
                 )
         own = _clone_sharing_weights(model)
         expected = own(input_ids=ids, use_cache=False).logits[:, -1].float()
-        difference, scale = (logits - expected).abs().max().item(), expected.abs().max().item()
+        if not torch.isfinite(expected).all():
+            raise UnsupportedModelError(f"model_type {kind!r}: its logits are not finite; check that its weights are")
+        scale = expected.abs().max().item()
         tolerance = 1e-4 if cache.new_keys[0].dtype == torch.float32 else 0.1
-        if not difference <= tolerance * max(scale, 1e-6):
-            raise UnsupportedModelError(
-                f"model_type {kind!r} cannot run as a static step: on {tokens} tokens its logits (up to {scale:.3g}) "
-                f"differ by {difference:.3g} from the step's, so its attention does something of its own"
-            )
+        for found, how in ((logits, "in one step"), (again, "in two steps with padding")):
+            difference = (found - expected).abs().max().item()
+            if not difference <= tolerance * max(scale, 1e-6):
+                raise UnsupportedModelError(
+                    f"model_type {kind!r} cannot run as a static step: on {tokens} tokens {how} the logits differ by "
+                    f"{difference:.3g} from its own (up to {scale:.3g}), so it does more than its attention is told"
+                )
+        self.position_limit = limit
+        unseen = window or getattr(config, "attention_chunk_size", None)
+        if unseen and not getattr(config, "layer_types", None) and not any(cache.windows.values()):
+            # A window that the model keeps to itself: right as long as the text is shorter.
+            self.position_limit = unseen if limit is None else min(limit, unseen)
+        self.logits_size = logits.shape[1]
         sizes = tuple(
             LayerSpec(key.shape[1], key.shape[3], value.shape[3])
             for key, value in zip(_in_layer_order(cache.new_keys), _in_layer_order(cache.new_values), strict=True)
@@ -171,35 +204,40 @@ class Step(nn.Module):
         return CacheSpec(sizes, cache.new_keys[0].dtype)
 
 
-class _Steps:
-    """The steps of one model, one per form, for the weights that it had when they were made."""
-
-    def __init__(self) -> None:
-        self.weights: tuple[tuple[int, int], ...] = ()
-        self.by_form: dict[StepForm, Step] = {}
-
-
-# A step refers to a copy of the model's modules, not to the model, so that an entry dies with its model.
-_steps: weakref.WeakKeyDictionary[PreTrainedModel, _Steps] = weakref.WeakKeyDictionary()
+# The steps of each model, one per form. A step refers to a copy of the model's modules, not to the model, so
+# that an entry dies with its model.
+_steps: weakref.WeakKeyDictionary[PreTrainedModel, dict[StepForm, Step]] = weakref.WeakKeyDictionary()
 _steps_lock = threading.Lock()
 
 
 def step_for(model: PreTrainedModel, form: StepForm) -> Step:
-    """The step of this model in this form, made once; see :class:`Step`.
-
-    A model whose weights were replaced or changed in place gets a new step, since compiled programs hold
-    the numbers that they were compiled with.
-    """
+    """The step of this model in this form; see :class:`Step`. Made once, and anew when the model has changed."""
     check_model(model)
-    weights = tuple((tensor.data_ptr(), tensor._version) for tensor in model.parameters())
     with _steps_lock:
-        kept = _steps.setdefault(model, _Steps())
-        if kept.weights != weights:
-            kept.by_form.clear()
-            kept.weights = weights
-        if form not in kept.by_form:
-            kept.by_form[form] = Step(model, form)
-        return kept.by_form[form]
+        steps = _steps.setdefault(model, {})
+        if form not in steps or steps[form].stamp != model_stamp(model):
+            steps[form] = Step(model, form)
+        return steps[form]
+
+
+def model_stamp(model: PreTrainedModel) -> str:
+    """A digest that changes when the model does: its modules, its config, or its weights.
+
+    Compiled programs hold the numbers that they were compiled with. Of every tensor it takes place, dtype,
+    version and 64 numbers, which takes milliseconds where all numbers would take seconds; an edit through
+    ``.data`` or numpy, which has no version, is seen when it touches one of those.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(json.dumps(model.config.to_dict(), sort_keys=True, default=repr).encode())
+    for module in model.modules():
+        digest.update(f"{type(module).__qualname__}{id(module)}".encode())
+    for tensor in [*model.parameters(), *model.buffers()]:
+        version = 0 if tensor.is_inference() else tensor._version
+        digest.update(f"{tensor.data_ptr()} {tensor.dtype} {tuple(tensor.shape)} {version}".encode())
+        numbers = tensor.detach().reshape(-1)
+        sample = numbers[:: max(1, numbers.numel() // _SAMPLES)].contiguous()
+        digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -222,6 +260,13 @@ def check_model(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"model_type {kind!r} has layers of type {', '.join(sorted(unknown))}; "
             f"supported are {', '.join(sorted(_KNOWN_LAYER_TYPES))}"
+        )
+    dtypes = {tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()}
+    if not dtypes <= _DTYPES:
+        names = ", ".join(sorted(str(dtype) for dtype in dtypes - _DTYPES))
+        raise UnsupportedModelError(
+            f"model has weights in {names}; supported are {', '.join(sorted(map(str, _DTYPES)))}: "
+            "load it with dtype=torch.float32"
         )
     devices = {parameter.device.type for parameter in model.parameters()}
     if devices != {"cpu"}:
@@ -247,20 +292,30 @@ def position_limit(model: PreTrainedModel) -> int | None:
     if trained is None:
         return None
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") in _LENGTH_DEPENDENT_ROPE:
-        return int(rope.get("original_max_position_embeddings") or trained)
+    limits = [
+        int(part.get("original_max_position_embeddings") or trained)
+        for part in (rope, *rope.values())  # one for all layers, or one per type of layer
+        if isinstance(part, dict) and part.get("rope_type") in _LENGTH_DEPENDENT_ROPE
+    ]
+    if limits:
+        return min(limits)
     tokens = model.get_input_embeddings()
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not tokens]
     return int(trained) if any(table.num_embeddings >= trained for table in tables) else None
 
 
 def _clone_sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy the modules and the config but not the tensors and the generation_config; in evaluation mode.
+    """Copy the modules and the configs but not the tensors; in evaluation mode.
 
     Whatever is set on the copy (its attention, its mode) leaves the user's model alone.
     """
-    shared = {id(item): item for item in [*model.parameters(), *model.buffers(), model.generation_config]}
-    return copy.deepcopy(model, memo=shared).eval()
+    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    try:
+        return copy.deepcopy(model, memo=shared).eval()
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"model cannot be copied, because something attached to it cannot ({type(error).__name__}: {error}); remove that"
+        ) from error
 
 
 def _in_layer_order(tensors: dict[int, torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -60,6 +60,16 @@ def gemma3(**changes):
     return _build(tf.Gemma3ForCausalLM, tf.Gemma3TextConfig(**{**sizes, "tie_word_embeddings": False, **changes}))
 
 
+def mixtral(**changes):
+    config = tf.MixtralConfig(**{**SIZES, "num_key_value_heads": 2, "num_local_experts": 4, **changes})
+    return _build(tf.MixtralForCausalLM, config)
+
+
+def gpt_oss(**changes):
+    sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "sliding_window": 8}
+    return _build(tf.GptOssForCausalLM, tf.GptOssConfig(**{**sizes, **changes}))
+
+
 def random_prompt(length, seed=0, low=3, high=128):
     """A list of token ids that are neither pad nor BOS."""
     generator = torch.Generator().manual_seed(1000 * seed + length)

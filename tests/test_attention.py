@@ -70,14 +70,27 @@ def test_softcap_and_scaling():
     torch.testing.assert_close(output[real], expected[real])
 
 
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_sink_takes_weight_and_has_no_value(form):
+    query, past, new, positions, slots = case(4, 2)
+    sink = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    output = attend(form, query, past, new, positions, slots, s_aux=sink)
+    keys, values = (torch.cat(pair, 2).repeat_interleave(2, 1) for pair in zip(past, new, strict=True))
+    held = torch.cat([slots, positions], 1)[:, None, None, :]
+    asked = positions[:, None, :, None]
+    scores = (query @ keys.transpose(2, 3) * 8**-0.5).masked_fill(~((held >= 0) & (held <= asked)), float("-inf"))
+    weights = torch.cat([scores, sink[None, :, None, None].expand(2, 4, 3, 1)], -1).softmax(-1)[..., :-1]
+    real = positions >= 0
+    torch.testing.assert_close(output[real], (weights @ values).transpose(1, 2)[real])
+
+
 def test_the_mask_value_survives_half_precision():
-    assert torch.isfinite(torch.tensor(MASKED, dtype=torch.float16) * 2)
-    assert torch.tensor(MASKED).exp() == 0
+    assert torch.tensor(MASKED, dtype=torch.float16).item() == torch.finfo(torch.float16).min
 
 
 def test_an_argument_that_would_be_ignored_is_refused():
     from staticgen import UnsupportedModelError
 
     query, past, new, positions, slots = case(4, 4)
-    with pytest.raises(UnsupportedModelError, match="s_aux"):
-        attend(FORMS[0], query, past, new, positions, slots, s_aux=torch.zeros(4))
+    with pytest.raises(UnsupportedModelError, match="position_bias"):
+        attend(FORMS[0], query, past, new, positions, slots, position_bias=torch.zeros(4))

@@ -68,6 +68,8 @@ def test_a_missing_device_is_an_error_with_what_there_is(name, device, monkeypat
 def test_unknown_devices_and_options():
     with pytest.raises(UnknownNameError, match="unknown OpenVINO device 'TPU': expected one of CPU, GPU, NPU"):
         open_backend("openvino", "TPU")
+    with pytest.raises(UnknownNameError, match="NPU only, got device='CPU'"):
+        open_backend("npu", "CPU")
     with pytest.raises(UnknownNameError, match="'cpu' only"):
         open_backend("eager", "cuda")
     with pytest.raises(ValueError, match="no backend_options"):

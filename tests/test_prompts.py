@@ -41,14 +41,18 @@ def test_a_ragged_list_is_left_padded():
     prompts = read([[5, 6, 7], [9]], pad=4)
     assert prompts.ids.tolist() == [[5, 6, 7], [4, 4, 9]]
     assert rows(prompts) == [[5, 6, 7], [9]]
-    assert rows(read([[5, 0, 7], [9]], pad=0)) == [[5, 0, 7], [9]]  # a pad id that is given is a real token here
+    assert rows(read([[5, 0, 7], [9]], pad=0)) == [[5, 0, 7], [9]]  # every token of a list is real
+    assert rows(read([[5, 0, 7], [9, 8, 0]], pad=0)) == [[5, 0, 7], [9, 8, 0]]  # whatever its neighbours
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torch.float64, torch.float16]
+)
 def test_mask_dtypes_mean_the_same(dtype):
     """C07."""
-    prompts = read([[0, 0, 5], [6, 7, 8]], torch.tensor([[0, 0, 1], [1, 1, 1]]).to(dtype))
-    assert rows(prompts) == [[5], [6, 7, 8]]
+    mask = torch.tensor([[0, 0, 1], [1, 1, 1]]).to(dtype)
+    for given in (mask, mask.numpy(), mask.tolist(), mask.flip(1).numpy()[:, ::-1]):
+        assert rows(read([[0, 0, 5], [6, 7, 8]], given)) == [[5], [6, 7, 8]]
 
 
 def test_a_hole_in_the_mask_leaves_the_tokens_out():
@@ -63,16 +67,19 @@ def test_what_stands_under_padding_does_not_matter():
 
 
 def test_the_mask_is_inferred_as_transformers_does():
-    assert rows(read([[0, 0, 5], [6, 7, 8]])) == [[5], [6, 7, 8]]
-    assert rows(read([[0, 5]], pad=None)) == [[0, 5]]
+    assert rows(read(torch.tensor([[0, 0, 5], [6, 7, 8]]))) == [[5], [6, 7, 8]]
+    assert rows(read(torch.tensor([[0, 5]]), pad=None)) == [[0, 5]]
 
 
 def test_a_pad_that_is_eos_masks_nothing_and_says_so():
     """C08: genuine EOS tokens of a prompt stay."""
-    assert rows(read([[5, 7, 9, 7]], pad=7, eos=(7,))) == [[5, 7, 9, 7]]
-    with pytest.warns(UserWarning, match="both pad and EOS"):
-        prompts = read([[7, 7, 9], [5, 6, 8]], pad=7, eos=(7,))
-    assert rows(prompts) == [[7, 7, 9], [5, 6, 8]]
+    for silent in ([[5, 7, 9, 7]], [[7, 5, 9]], [[7, 5], [7, 6]]):  # one in front may well be a BOS
+        assert rows(read(torch.tensor(silent), pad=7, eos=(7,))) == silent
+    for odd in ([[7, 7, 9], [5, 6, 8]], [[7, 9], [5, 6]], [[7, 7, 9]]):
+        for given in (odd, torch.tensor(odd)):
+            with pytest.warns(UserWarning, match="begins with the pad token 7"):
+                prompts = read(given, pad=7, eos=(7,))
+            assert rows(prompts) == odd
 
 
 def test_inputs_are_copied():
@@ -87,6 +94,10 @@ def test_inputs_are_copied():
     [
         ("hello", None, TypeError, "token ids.*got str"),
         (5, None, TypeError, "token ids.*got int"),
+        (b"hello", None, TypeError, "token ids.*got bytes"),
+        ([2**70], None, ValueError, "no token id"),
+        (np.array(["a"]), None, TypeError, "integer dtype, got <U1"),
+        (np.array([None]), None, TypeError, "integer dtype, got object"),
         (torch.tensor([1.5]), None, TypeError, "integer dtype, got torch.float32"),
         ([1.5], None, TypeError, "integers"),
         ([["a"]], None, TypeError, "integers"),
@@ -98,10 +109,12 @@ def test_inputs_are_copied():
         (torch.zeros(1, 1, 1, dtype=torch.int64), None, ValueError, r"got \[1, 1, 1\]"),
         ([[5, 6]], [[0, 0]], ValueError, "row 0 is empty"),
         ([[5, 6, 0]], [[1, 1, 0]], ValueError, "row 0 is padded on the right.*left padding"),
-        ([[5, 6, 0]], None, ValueError, "padded on the right"),
+        (torch.tensor([[5, 6, 0]]), None, ValueError, "padded on the right"),
         ([[5, 6]], [[1, 1, 1]], ValueError, r"shape \[1, 3\], expected \[1, 2\]"),
         ([[5, 6]], [[1, 2]], ValueError, "only 1.*and 0"),
-        ([[5, 6]], torch.ones(1, 2, dtype=torch.complex64), TypeError, "attention_mask must be"),
+        ([[5, 6]], "11", TypeError, "attention_mask must hold numbers, got str"),
+        ([[5, 6]], [[None, 1]], TypeError, "attention_mask must hold numbers"),
+        ([[5, 6]], [[1], [1, 1]], ValueError, "its rows differ"),
         ([[5, 128]], None, ValueError, r"ids\[0, 1\] is 128.*vocabulary of 128"),
         ([[5], [-1]], None, ValueError, r"ids\[1, 0\] is -1"),
         ([[5], [6, 7]], [[0, 1], [1, 1]], ValueError, "ragged"),

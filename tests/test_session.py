@@ -7,7 +7,7 @@ import pytest
 import torch
 from models import new_tokens, random_prompt, reference
 
-from staticgen import RecompileError, Session, SessionBusyError
+from staticgen import RecompileError, Session, SessionBusyError, StaleSessionError
 
 BUCKETS = [8, 32]
 LENGTHS = [1, 7, 8, 9, 31, 32, 33, 70]  # 1, bucket - 1, bucket, bucket + 1, many chunks
@@ -62,8 +62,10 @@ def test_the_size_of_the_buffers_changes_nothing(tiny_llama, backend, width):
         models.gemma3(),
         models.qwen2(use_sliding_window=False, sliding_window=8),
         models.qwen2(use_sliding_window=True, sliding_window=8, max_window_layers=1),
+        models.mixtral(),
+        models.gpt_oss(),
     ],
-    ids=["gpt2", "opt", "mistral", "gemma3", "qwen2", "qwen2 window"],
+    ids=["gpt2", "opt", "mistral", "gemma3", "qwen2", "qwen2 window", "mixtral", "gpt-oss"],
 )
 def test_families(family, backend, layout):
     """C03, C20 to C24: learned positions see a shifted position, windows an edge that is off by one."""
@@ -152,7 +154,7 @@ def test_learned_positions_end(family, backend):
     prompt = random_prompt(28)
     session = Session(family, max_length=33, **backend)
     assert new_tokens(session.generate(prompt), 28) == [reference(family, prompt, 5)]
-    with pytest.raises(ValueError, match=r"max_length is 34, .* has 32 positions; use max_length=33 or less"):
+    with pytest.raises(ValueError, match=r"max_length .* is 34, .* has 32 positions; use max_length=33 or less"):
         Session(family, max_length=34, **backend)
 
 
@@ -241,7 +243,7 @@ def test_a_session_works_after_a_stream_was_dropped_or_closed(tiny_llama, backen
     assert new_tokens(session.generate(prompt, max_new_tokens=8), 5) == expected
     stream = session.stream(other, max_new_tokens=20)
     next(stream)
-    with pytest.raises(SessionBusyError, match="close the stream"):
+    with pytest.raises(SessionBusyError, match="close it"):
         session.generate(prompt, max_new_tokens=8)
     next(stream)  # the refused call has not disturbed it
     stream.close()
@@ -250,19 +252,135 @@ def test_a_session_works_after_a_stream_was_dropped_or_closed(tiny_llama, backen
 
 
 def test_nan_is_an_error_that_leaves_nothing_behind(tiny_llama):
-    import copy
-
-    model = copy.deepcopy(tiny_llama)
-    session = Session(model, max_length=32, backend="eager")
+    session = Session(tiny_llama, max_length=32, backend="eager")
     prompt = random_prompt(5)
     expected = session.generate(prompt, max_new_tokens=8)
-    weight = model.model.layers[0].mlp.up_proj.weight
-    sound = weight.detach().clone()
-    weight.data.fill_(float("nan"))
+    program = session._programs[1]
+
+    def broken(*inputs):
+        logits, new = program(*inputs)
+        session._cache.buffers.values[0].fill_(float("nan"))
+        return logits.fill_(float("nan")), new
+
+    session._programs[1] = broken
+    broken.shape = program.shape
     with pytest.raises(ArithmeticError, match="NaN logits on eager"):
         session.generate(prompt, max_new_tokens=8)
-    weight.data.copy_(sound)
+    session._programs[1] = program
     assert torch.equal(session.generate(prompt, max_new_tokens=8), expected)
+
+
+@pytest.mark.parametrize("change", ["weight", "data", "numpy", "buffer", "module", "config", "dtype"])
+def test_a_session_of_a_model_that_changed_is_refused(change, backend):
+    model = models.llama()
+    session = Session(model, max_length=32, **backend)
+    session.generate([5, 6], max_new_tokens=2)
+    weight = model.model.layers[1].mlp.up_proj.weight
+    if change == "weight":
+        with torch.no_grad():
+            weight[3, 5] += 1
+    elif change == "data":
+        weight.data.mul_(-1)
+    elif change == "numpy":
+        weight.detach().numpy()[:] += 1
+    elif change == "buffer":
+        model.model.rotary_emb.inv_freq.mul_(0.5)
+    elif change == "module":
+        model.model.layers[0].mlp.act_fn = torch.nn.ReLU()
+    elif change == "config":
+        model.config.rms_norm_eps = 0.1
+    else:
+        model.to(torch.float16)
+    with pytest.raises(StaleSessionError, match="make a new"):
+        session.generate([5, 6], max_new_tokens=2)
+    if change != "dtype":
+        prompt = random_prompt(5)
+        output = Session(model, max_length=32, **backend).generate(prompt, max_new_tokens=8)
+        assert new_tokens(output, 5) == [reference(model, prompt, 8)]
+
+
+def test_the_models_generation_config_is_read_at_every_call(tiny_llama):
+    import transformers
+
+    model = models.llama()
+    session = Session(model, max_length=32, backend="eager")
+    assert session.generate([5, 6]).shape == (1, 32)
+    model.generation_config.max_new_tokens = 3
+    assert session.generate([5, 6]).shape == (1, 5)
+    model.generation_config = transformers.GenerationConfig(max_new_tokens=4)
+    assert session.generate([5, 6]).shape == (1, 6)
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_inference_mode_may_come_and_go(backend, built):
+    with torch.inference_mode(built):
+        model = models.llama()
+        session = Session(model, max_length=32, **backend)
+    prompt = random_prompt(5)
+    expected = [reference(model, prompt, 8)]
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            assert new_tokens(session.generate(prompt, max_new_tokens=8), 5) == expected
+            stream = session.stream(prompt, max_new_tokens=8)
+            tokens = [next(stream)]
+        assert [torch.cat([*tokens, *stream]).tolist()] == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_callers_default_dtype_changes_nothing(tiny_llama, backend, dtype):
+    prompt = random_prompt(5)
+    expected = [reference(tiny_llama, prompt, 8)]
+    torch.set_default_dtype(dtype)
+    try:
+        output = Session(tiny_llama, max_length=32, **backend).generate(prompt, max_new_tokens=8)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert new_tokens(output, 5) == expected
+
+
+def test_a_stream_may_go_on_in_another_thread(tiny_llama):
+    session = Session(tiny_llama, max_length=32, backend="eager")
+    prompt, seen = random_prompt(5), []
+    stream = session.stream(prompt, max_new_tokens=8)
+
+    def take(count):
+        seen.extend(token.item() for token, _ in zip(stream, range(count), strict=False))
+
+    for count in (2, 3):
+        thread = threading.Thread(target=take, args=(count,))
+        thread.start()
+        thread.join(timeout=60)
+    seen.extend(token.item() for token in stream)
+    assert [seen] != [[]]
+    with pytest.raises(StopIteration):
+        next(stream)
+    assert new_tokens(session.generate(prompt, max_new_tokens=8), 5) == [reference(tiny_llama, prompt, 8)]
+
+    stream = session.stream(prompt, max_new_tokens=8)
+    thread = threading.Thread(target=take, args=(1,))
+    thread.start()
+    thread.join(timeout=60)
+    next(stream)  # now this thread holds the session
+    with pytest.raises(SessionBusyError):
+        session.generate(prompt)
+    stream.close()
+
+
+def test_large_scores_do_not_shine_through_the_mask():
+    model = models.llama()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(60)
+            layer.self_attn.k_proj.weight.mul_(60)
+    prompts = [random_prompt(3), random_prompt(12)]
+    session = Session(model, max_length=64, batch_size=2, backend="eager")
+    output = session.generate(prompts, max_new_tokens=16)
+    assert new_tokens(output, 12) == [reference(model, prompt, 16) for prompt in prompts]
+
+
+def test_a_cache_that_does_not_fit_says_its_size(tiny_llama):
+    with pytest.raises(MemoryError, match=r"max_length=1000000000000 and batch_size=1 needs 5\.12e\+05 GB"):
+        Session(tiny_llama, max_length=10**12, backend="eager")
 
 
 def test_threads_on_one_session_take_turns(tiny_llama, backend):
@@ -298,6 +416,13 @@ def test_threads_on_one_session_take_turns(tiny_llama, backend):
         ({"backend": None}, ValueError, "unknown backend None"),
         ({"prefill_buckets": [128]}, ValueError, r"prefill_buckets is \[128\].*1 to max_length=64"),
         ({"prefill_buckets": []}, ValueError, "prefill_buckets"),
+        ({"prefill_buckets": 16}, ValueError, "prefill_buckets is 16, expected a list"),
+        ({"backend": []}, ValueError, r"unknown backend \[\]"),
+        ({"layout": []}, ValueError, r"unknown layout \[\]"),
+        ({"device": 5}, ValueError, "device is 5"),
+        ({"device": ""}, ValueError, "device is ''"),
+        ({"backend_options": "abc"}, TypeError, "backend_options must be a dict"),
+        ({"backend_options": {1: "a"}}, TypeError, "backend_options has the key 1"),
         ({"batchsize": 2}, TypeError, "batchsize"),
     ],
 )

@@ -89,6 +89,7 @@ def test_the_cache_spec_is_measured():
         (tf.T5ForConditionalGeneration, tf.T5Config(d_model=64, num_layers=2, num_heads=4, vocab_size=128)),
         (tf.BertForMaskedLM, tf.BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)),
         (tf.BertLMHeadModel, tf.BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)),
+        (tf.BartForCausalLM, tf.BartConfig(d_model=64, encoder_layers=2, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=128, vocab_size=128, init_std=0.2, is_encoder_decoder=False)),
         (tf.LlamaModel, tf.LlamaConfig(**models.SIZES)),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
@@ -112,6 +113,22 @@ def test_position_limits():
     assert position_limit(models.opt(max_position_embeddings=32)) == 32
     dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     assert position_limit(models.llama(rope_parameters=dynamic, max_position_embeddings=24)) == 24
+
+
+def test_a_window_that_attention_is_not_told_of_limits_the_length():
+    """PhiMoE applies its window in its mask only; within the window it is right."""
+    config = tf.PhimoeConfig(**{**models.SIZES, "num_key_value_heads": 2, "num_local_experts": 4, "sliding_window": 70})
+    torch.manual_seed(0)
+    assert Step(tf.PhimoeForCausalLM(config).eval(), FORMS[0]).position_limit == 70
+    assert Step(models.mistral(sliding_window=70), FORMS[0]).position_limit is None
+
+
+def test_rope_of_one_type_of_layer_counts_too():
+    rope = {
+        "full_attention": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    assert position_limit(models.gemma3(rope_parameters=rope, max_position_embeddings=24)) == 24
 
 
 def test_a_step_is_made_once_for_the_same_weights_and_again_for_others(tiny_llama):

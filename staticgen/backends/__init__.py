@@ -34,9 +34,14 @@ def open_backend(name: str, device: str | None = None, options: Mapping[str, str
         BackendUnavailableError: its library or device is not here.
         ValueError: a device or option that it does not have.
     """
+    if device is not None and not (isinstance(device, str) and device):
+        raise ValueError(f"device is {device!r}, expected the backend's name for a device, or None for its default")
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(f"backend_options must be a dict of the vendor's option names, got {type(options).__name__}")
+    for key in options or ():
+        if not isinstance(key, str):
+            raise TypeError(f"backend_options has the key {key!r}, expected the vendor's name of an option")
     if not isinstance(name, str) or name.strip().lower() != "auto":
-        if isinstance(name, str) and name.strip().lower() not in BACKENDS.names():
-            BACKENDS.get(name)  # raises, with the list
         return BACKENDS.get(name)(device, options)
     if device is not None or options:
         raise ValueError("device and backend_options need a backend by name: backend='auto' chooses both itself")

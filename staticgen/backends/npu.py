@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 
 from staticgen.backends.openvino import OpenVINOBackend
+from staticgen.errors import UnknownNameError
 
 # One partition, as on an NPU without the partitioner: cut into several, the stand-in gave wrong logits for
 # two-layer models (OpenVINO 2026.4.1). No 16-bit values between partitions.
@@ -24,7 +25,11 @@ class NPUBackend(OpenVINOBackend):
 
     def __init__(self, device: str | None = None, options: Mapping[str, str] | None = None):
         options = dict(options or {})
-        stand_in = options.get("NPUW_DEVICES") or os.environ.get("NPUW_DEVICES")
+        if device is not None and device.upper().split(".")[0] != "NPU":
+            raise UnknownNameError(
+                f"backend 'npu' runs on device NPU only, got device={device!r}; backend='openvino' takes others"
+            )
+        stand_in = str(options.get("NPUW_DEVICES") or os.environ.get("NPUW_DEVICES") or "").upper()
         if stand_in:
             options = {**_STAND_IN_OPTIONS, **options, "NPUW_DEVICES": stand_in}
             self.emulated = "NPU" not in stand_in

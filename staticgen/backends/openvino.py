@@ -26,7 +26,8 @@ try:
 except ImportError as error:  # pragma: no cover - openvino is a dependency of the package
     raise BackendUnavailableError("OpenVINO is not installed: pip install openvino") from error
 
-_PRECISION = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+# OpenVINO's name of a precision, and of a device's capability to compute in it.
+_PRECISION = {torch.float32: ("f32", "FP32"), torch.float16: ("f16", "FP16"), torch.bfloat16: ("bf16", "BF16")}
 _PROFILES = {"CPU": "generic-cpu", "GPU": "intel-gpu", "NPU": "intel-npu"}
 
 # Converted steps with open sizes, kept as long as the step itself.
@@ -39,9 +40,9 @@ class OpenVINOProgram(Program):
     def __init__(self, compiled: ov.CompiledModel, step: Step, shape: StepShape):
         super().__init__(shape)
         self._request = compiled.create_infer_request()
-        self._token_ids = torch.zeros(shape.batch, shape.tokens, dtype=torch.int64)
+        self._token_ids = torch.zeros(shape.batch, shape.tokens, dtype=torch.int64, device="cpu")
         self._position_ids = torch.zeros_like(self._token_ids)
-        self._logits = torch.zeros(shape.batch, step.vocab_size)
+        self._logits = torch.zeros(shape.batch, step.logits_size, dtype=torch.float32, device="cpu")
         self._new = KVBuffers(step.cache_spec, shape.batch, shape.tokens)
         self._cache: KVCache | None = None
         for index, tensor in enumerate((self._token_ids, self._position_ids)):
@@ -81,12 +82,21 @@ class OpenVINOBackend(Backend):
 
     def compile(self, step: Step, shape: StepShape) -> Program:
         model = static_model(step, shape)
-        options = {"INFERENCE_PRECISION_HINT": _PRECISION[step.dtype], **self._options}
+        options = {"INFERENCE_PRECISION_HINT": self._precision(step.dtype), **self._options}
         try:
-            compiled = self._core.compile_model(model, self.device, options)
+            return OpenVINOProgram(self._core.compile_model(model, self.device, options), step, shape)
         except RuntimeError as error:
-            raise CompileError(f"OpenVINO device {self.device} refused the step {shape}: {error}") from error
-        return OpenVINOProgram(compiled, step, shape)
+            raise CompileError(
+                f"OpenVINO device {self.device} refused the step {shape} in {step.dtype}: {error}"
+            ) from error
+
+    def _precision(self, dtype: torch.dtype) -> str:
+        """The step's own precision, or float32 on a device that has it not: OpenVINO would take a coarser one."""
+        precision, capability = _PRECISION[dtype]
+        device = self.device.split(":")[-1].split(",")[0]
+        if self.emulated or capability in self._core.get_property(device, "OPTIMIZATION_CAPABILITIES"):
+            return precision
+        return "f32"
 
     def _require_devices(self) -> None:
         """Every device named must be here: OpenVINO's own fallback to another one would be silent."""
@@ -150,9 +160,17 @@ def convert_step(step: Step) -> ov.Model:
     """
     if step not in _converted:
         example = step.example_inputs(StepShape(batch=2, tokens=3, cache_length=16))
+        config = step.model.config.get_text_config()
+        if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+            # OpenVINO has no operation for the grouped matmul that transformers takes by default.
+            step.model.set_experts_implementation("batched_mm")
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the tracer warns of every size that it records
-            model = ov.convert_model(step, example_input=example)
+            try:
+                model = ov.convert_model(step, example_input=example)
+            except RuntimeError as error:
+                kind = step.model.config.model_type
+                raise CompileError(f"OpenVINO cannot convert model_type {kind!r}: {error}") from error
         _name_ports(model, step)
         _converted[step] = model
     return _converted[step]
