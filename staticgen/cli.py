@@ -61,6 +61,7 @@ def generate(
 ) -> None:
     """Generate text from one prompt; it streams to standard output, all else goes to standard error."""
     settings = {
+        "max_length": max_length,
         "max_new_tokens": max_new_tokens,
         "min_new_tokens": min_new_tokens,
         "do_sample": do_sample,
@@ -87,7 +88,7 @@ def generate(
             network, tokenizer = load_text_model(model, DTYPES[dtype])
             ids = encode_prompt(tokenizer, prompt, chat)
         load_seconds = time.perf_counter() - start
-        new_token_count(*read_call(network, ids, None, None, {"max_length": max_length, **decoding}), max_length)
+        new_token_count(*read_call(network, ids, None, None, decoding), max_length)
         with console.status("compiling"):
             session = Session(network, max_length=max_length, backend=backend, device=device, layout=layout)
         _print_stream(session, tokenizer, ids, decoding)

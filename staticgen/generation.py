@@ -119,7 +119,7 @@ def _prepare(
 def _capacity(model: PreTrainedModel, prompts: Prompts, settings: Decoding) -> int:
     """Tokens of a row that the buffers must hold."""
     limit = position_limit(model)
-    if settings.max_length is not None and (settings.max_new_tokens is None or not settings.lengths_are_own):
+    if settings.max_length is not None:
         return settings.max_length
     if settings.max_new_tokens is not None:
         needed = prompts.width + settings.max_new_tokens

@@ -68,7 +68,7 @@ class Session:
         self._layout = LAYOUTS.get(layout)(max_length)
         self.layout, self.max_length, self.batch_size = layout.strip().lower(), max_length, batch_size
         self.backend: Backend = open_backend(backend, device, backend_options)
-        self.prefill_buckets = _fit_buckets(prefill_buckets, self.backend.prefill_buckets, max_length)
+        self.prefill_buckets = fit_buckets(prefill_buckets, self.backend.prefill_buckets, max_length)
         self._step = step_for(model, self.backend.form)
         self._model = weakref.ref(model)
         require_positions(self._step, max_length)
@@ -343,12 +343,13 @@ def require_positions(step: Step, max_length: int) -> None:
     limit = step.position_limit
     if limit is not None and max_length - 1 > limit:
         raise ValueError(
-            f"max_length (prompt and new tokens together) is {max_length}, but model_type {step.model.config.model_type!r} has {limit} positions; "
-            f"use max_length={limit + 1} or less"
+            f"max_length (prompt and new tokens together) is {max_length}, but model_type "
+            f"{step.model.config.model_type!r} has {limit} positions; use max_length={limit + 1} or less"
         )
 
 
-def _fit_buckets(given: Sequence[int] | None, default: Sequence[int], max_length: int) -> tuple[int, ...]:
+def fit_buckets(given: Sequence[int] | None, default: Sequence[int], max_length: int) -> tuple[int, ...]:
+    """The sizes of prefill steps, ascending: those given, or those of the default that ``max_length`` holds."""
     if given is None:
         return tuple(size for size in default if size <= max_length) or (max_length,)
     sizes = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else []

@@ -235,7 +235,7 @@ def model_stamp(model: PreTrainedModel) -> str:
         version = 0 if tensor.is_inference() else tensor._version
         digest.update(f"{tensor.data_ptr()} {tensor.dtype} {tuple(tensor.shape)} {version}".encode())
         numbers = tensor.detach().reshape(-1)
-        sample = numbers[:: max(1, numbers.numel() // _SAMPLES)].contiguous()
+        sample = numbers[:: max(1, numbers.numel() // _SAMPLES)].cpu().contiguous()
         digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 

@@ -16,14 +16,16 @@ ROOT = Path(__file__).parent.parent
 ORDER = [
     "errors", "shapes", "registry", "stats", "cache", "layouts", "prompts", "decoding", "calls", "profiles", "attention", "step",
     "backends.base", "backends", "backends.eager", "backends.openvino", "backends.npu", "session", "generation", "",
-    "text", "cli",
+    "text", "cli", "compile.ir", "compile",
 ]  # fmt: skip
 
 
 def modules():
-    for path in sorted((ROOT / "staticgen").rglob("*.py")):
-        parts = path.relative_to(ROOT / "staticgen").with_suffix("").parts
-        yield ".".join(part for part in parts if part != "__init__"), ast.parse(path.read_text(encoding="utf-8"))
+    """Name below ``staticgen`` and syntax tree of every module of the package."""
+    for top, prefix in ((ROOT / "staticgen", ()), (ROOT / "compile", ("compile",))):
+        for path in sorted(top.rglob("*.py")):
+            parts = (*prefix, *path.relative_to(top).with_suffix("").parts)
+            yield ".".join(part for part in parts if part != "__init__"), ast.parse(path.read_text(encoding="utf-8"))
 
 
 def test_imports_only_go_down():
@@ -33,8 +35,9 @@ def test_imports_only_go_down():
         for node in ast.walk(tree):
             imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
-                assert node.level == 0, f"{name} imports relatively"
-                imported = [node.module]
+                # only compile/, which is installed below the package, imports relatively
+                assert node.level == int(name == "compile"), f"{name} imports relatively"
+                imported = [node.module if node.level == 0 else f"staticgen.compile.{node.module}"]
             for target in imported:
                 if target == "staticgen" or target.startswith("staticgen."):
                     inner = target.removeprefix("staticgen").removeprefix(".")
@@ -42,12 +45,12 @@ def test_imports_only_go_down():
                     assert ORDER.index(inner) < ORDER.index(name), f"{name} imports {target}, which is above it"
 
 
-def test_only_the_backends_import_openvino():
+def test_only_a_backend_and_the_compiler_import_openvino():
     for name, tree in modules():
         for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if any(imported.startswith("openvino") for imported in names):
-                assert name == "backends.openvino"
+                assert name in ("backends.openvino", "compile.ir")
 
 
 def test_one_version():
@@ -59,7 +62,7 @@ def test_one_version():
 def test_the_wheel_holds_the_package_and_works_from_elsewhere(tmp_path):
     """A subpackage that setuptools is not told of works in editable mode and is missing from the wheel."""
     source = tmp_path / "source"  # a copy, so that nothing is built in the tree and nothing old is picked up
-    for name in ("staticgen", "hw_profiles"):
+    for name in ("staticgen", "compile", "hw_profiles"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
@@ -76,10 +79,11 @@ def test_the_wheel_holds_the_package_and_works_from_elsewhere(tmp_path):
         for path in (ROOT / "hw_profiles").iterdir()
         if path.suffix in (".py", ".toml")
     }
-    assert names >= sources | profiles | {"staticgen/py.typed"}
+    compilers = {f"staticgen/compile/{path.name}" for path in (ROOT / "compile").glob("*.py")}
+    assert names >= sources | profiles | compilers | {"staticgen/py.typed"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
     code = (
-        "import staticgen, staticgen.profiles as p; print(staticgen.__file__); [p.load_profile(n) for n in p.profile_names()];"
+        "import staticgen, staticgen.compile, staticgen.profiles as p; print(staticgen.__file__); [p.load_profile(n) for n in p.profile_names()];"
         "from staticgen.backends import open_backend; print(open_backend('openvino').description)"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
