@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -230,7 +231,7 @@ class Session:
         """Replay one program and write its keys and values, but for the first ``skip`` columns."""
         logits, new = program(token_ids, position_ids, self._cache)
         self.stats.replays += 1
-        if torch.isnan(logits).any():
+        if np.isnan(logits.numpy().max(axis=1)).any():  # in this thread, like the argmax of a Sampler
             self._cache.buffers.zero_()  # NaN in a stale slot would survive a weight of 0
             raise ArithmeticError(
                 f"the step {program.shape} gave NaN logits on {self.backend.description}; check that the model's "
