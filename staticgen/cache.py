@@ -92,6 +92,14 @@ class KVBuffers:
                 keys.narrow(key_dim, run.slot, run.count).copy_(new_keys.narrow(key_dim, run.source, run.count))
                 values.narrow(-2, run.slot, run.count).copy_(new_values.narrow(-2, run.source, run.count))
 
+    def copy_slots_(self, source: KVBuffers, slots: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the tokens in ``slots`` of buffers of another length to the slots ``targets`` of these."""
+        taken, put = torch.tensor(slots, device="cpu"), torch.tensor(targets, device="cpu")
+        key_dim = -1 if self.transposed_keys else -2
+        for (keys, values), (old_keys, old_values) in zip(self._stacks, source._stacks, strict=True):
+            keys.index_copy_(key_dim, put, old_keys.index_select(key_dim, taken))
+            values.index_copy_(-2, put, old_values.index_select(-2, taken))
+
 
 class KVCache:
     """The cache of a session: :class:`KVBuffers` and the position of the token in every slot.
@@ -124,6 +132,11 @@ class KVCache:
         self.buffers.copy_tokens_(new, placement.segments)
         for run in placement.segments:
             self.slot_positions.narrow(1, run.slot, run.count).copy_(positions.narrow(1, run.source, run.count))
+
+    def copy_slots_(self, source: KVCache, slots: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the tokens in ``slots`` of a cache of another length to the slots ``targets`` of this one."""
+        self.buffers.copy_slots_(source.buffers, slots, targets)
+        self.slot_positions[:, targets] = source.slot_positions[:, slots]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -33,6 +33,7 @@ def generate(
     backend: str = "auto",
     layout: str = "ring",
     prefill_buckets: Sequence[int] | None = None,
+    cache_sizes: Sequence[int] | None = None,
     device: str | None = None,
     backend_options: Mapping[str, str] | None = None,
     generation_config: GenerationConfig | None = None,
@@ -53,7 +54,7 @@ def generate(
             prompt, rounded up to a power of two. With neither, and none in the generation config,
             512 bounds the length, and a warning says so.
         backend: ``"auto"``, ``"openvino"``, ``"npu"``, ``"eager"``; see :class:`staticgen.Session`, also for
-            ``layout``, ``prefill_buckets``, ``device`` and ``backend_options``.
+            ``layout``, ``prefill_buckets``, ``cache_sizes``, ``device`` and ``backend_options``.
         generation_config, decoding: see :meth:`staticgen.Session.generate`.
 
     Returns:
@@ -67,7 +68,8 @@ def generate(
     lengths = {"max_length": max_length, "max_new_tokens": max_new_tokens}
     session, prompts, settings = _prepare(
         model, ids, attention_mask, generation_config, {**_given(lengths), **decoding},
-        backend=backend, layout=layout, prefill_buckets=prefill_buckets, device=device, backend_options=backend_options,
+        backend=backend, layout=layout, prefill_buckets=prefill_buckets,
+        cache_sizes=cache_sizes, device=device, backend_options=backend_options,
     )  # fmt: skip
     return session.run_to_end(prompts, settings)
 
@@ -82,6 +84,7 @@ def stream(
     backend: str = "auto",
     layout: str = "ring",
     prefill_buckets: Sequence[int] | None = None,
+    cache_sizes: Sequence[int] | None = None,
     device: str | None = None,
     backend_options: Mapping[str, str] | None = None,
     generation_config: GenerationConfig | None = None,
@@ -95,7 +98,8 @@ def stream(
     lengths = {"max_length": max_length, "max_new_tokens": max_new_tokens}
     session, prompts, settings = _prepare(
         model, ids, attention_mask, generation_config, {**_given(lengths), **decoding},
-        backend=backend, layout=layout, prefill_buckets=prefill_buckets, device=device, backend_options=backend_options,
+        backend=backend, layout=layout, prefill_buckets=prefill_buckets,
+        cache_sizes=cache_sizes, device=device, backend_options=backend_options,
     )  # fmt: skip
     return session.run(prompts, settings)
 

@@ -29,6 +29,10 @@ class Layout(ABC):
         ``count`` is at least 1 and at most ``length``.
         """
 
+    @abstractmethod
+    def newest(self, count: int) -> list[int]:
+        """Slots of the ``count`` newest tokens, oldest first; they have been placed and not given up."""
+
 
 class Shift(Layout):
     """The newest token is always at the right end and everything else moves left: the reference."""
@@ -38,6 +42,9 @@ class Shift(Layout):
 
     def place(self, count: int, source: int = 0) -> Placement:
         return Placement(count, (Segment(self.length - count, source, count),))
+
+    def newest(self, count: int) -> list[int]:
+        return list(range(self.length - count, self.length))
 
 
 class Ring(Layout):
@@ -57,6 +64,9 @@ class Ring(Layout):
             segments.append(Segment(0, source + before_wrap, count - before_wrap))
         self._next = (self._next + count) % self.length
         return Placement(0, tuple(segments))
+
+    def newest(self, count: int) -> list[int]:
+        return [slot % self.length for slot in range(self._next - count, self._next)]
 
 
 LAYOUTS: Registry[Layout] = Registry("layout", {"shift": Shift, "ring": Ring})

@@ -20,6 +20,7 @@ class Profile:
         description: the target in words.
         form: how the step's attention is written for it.
         prefill_buckets: sizes of prefill steps, ascending.
+        cache_sizes: cache lengths at which decode is compiled besides the session's own, ascending.
         compile_options: given to the target's compiler, by its own names.
     """
 
@@ -27,6 +28,7 @@ class Profile:
     description: str
     form: StepForm
     prefill_buckets: tuple[int, ...]
+    cache_sizes: tuple[int, ...]
     compile_options: dict[str, str]
 
 
@@ -51,7 +53,7 @@ def load_profile(name: str) -> Profile:
 
 def parse_profile(name: str, table: dict[str, Any]) -> Profile:
     """Check a profile's entries; see :func:`load_profile` for the errors."""
-    known = {"description", "attention", "transposed_keys", "prefill_buckets", "compile_options"}
+    known = {"description", "attention", "transposed_keys", "prefill_buckets", "cache_sizes", "compile_options"}
     for key in table.keys() ^ known:
         problem = "unknown" if key in table else "missing"
         raise ValueError(f"profile {name!r}: {problem} entry {key!r}; a profile has {', '.join(sorted(known))}")
@@ -61,13 +63,16 @@ def parse_profile(name: str, table: dict[str, Any]) -> Profile:
         raise ValueError(f"profile {name!r}: transposed_keys is {table['transposed_keys']!r}, expected true or false")
     if not isinstance(table["compile_options"], dict):
         raise ValueError(f"profile {name!r}: compile_options is {table['compile_options']!r}, expected a table")
-    buckets = table["prefill_buckets"]
-    if not buckets or buckets != sorted(set(buckets)) or not all(isinstance(b, int) and b > 0 for b in buckets):
-        raise ValueError(f"profile {name!r}: prefill_buckets is {buckets!r}, expected ascending whole numbers")
+    for key in ("prefill_buckets", "cache_sizes"):
+        sizes = table[key]
+        whole = isinstance(sizes, list) and all(isinstance(size, int) and size > 0 for size in sizes)
+        if not whole or sizes != sorted(set(sizes)) or (key == "prefill_buckets" and not sizes):
+            raise ValueError(f"profile {name!r}: {key} is {sizes!r}, expected ascending whole numbers")
     return Profile(
         name=name,
         description=table["description"],
         form=StepForm(table["attention"], table["transposed_keys"]),
-        prefill_buckets=tuple(buckets),
+        prefill_buckets=tuple(table["prefill_buckets"]),
+        cache_sizes=tuple(table["cache_sizes"]),
         compile_options={key: str(value) for key, value in table["compile_options"].items()},
     )

@@ -13,11 +13,12 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from staticgen.backends import Backend, Program, open_backend
-from staticgen.cache import EMPTY, KVCache
+from staticgen.cache import EMPTY
 from staticgen.calls import Call
 from staticgen.decoding import Decoding, read_decoding
 from staticgen.errors import RecompileError, SessionBusyError, StaleSessionError
-from staticgen.layouts import LAYOUTS
+from staticgen.growth import SizedCaches
+from staticgen.layouts import LAYOUTS, Layout
 from staticgen.prompts import Prompts, read_prompts
 from staticgen.shapes import StepShape, plan_chunks
 from staticgen.stats import SessionStats
@@ -37,6 +38,8 @@ class Session:
         backend: ``"auto"`` or a name of :data:`staticgen.backends.BACKENDS`.
         layout: ``"ring"`` or ``"shift"``; they give the same tokens, and ``ring`` moves nothing.
         prefill_buckets: prompt tokens per prefill step, one program each; None for the target's own.
+        cache_sizes: cache lengths below ``max_length`` at which decode is compiled too, so that its cost
+            follows the tokens that are live; None for those of the target's own up to half of it.
         device: the backend's name for a device, None for its default.
         backend_options: compiler options by the vendor's names.
 
@@ -61,26 +64,30 @@ class Session:
         backend: str = "auto",
         layout: str = "ring",
         prefill_buckets: Sequence[int] | None = None,
+        cache_sizes: Sequence[int] | None = None,
         device: str | None = None,
         backend_options: Mapping[str, str] | None = None,
     ):
         _require_count("max_length", max_length, least=2)
         _require_count("batch_size", batch_size, least=1)
-        self._layout = LAYOUTS.get(layout)(max_length)
+        layout_class = LAYOUTS.get(layout)
         self.layout, self.max_length, self.batch_size = layout.strip().lower(), max_length, batch_size
         self.backend: Backend = open_backend(backend, device, backend_options)
         self.prefill_buckets = fit_buckets(prefill_buckets, self.backend.prefill_buckets, max_length)
+        self.cache_sizes = _fit_cache_sizes(cache_sizes, self.backend.cache_sizes, max_length)
         self._step = step_for(model, self.backend.form)
         self._model = weakref.ref(model)
         require_positions(self._step, max_length)
-        self._cache = self._new_cache()
-        self._programs: dict[int, Program] = {}
+        self._caches = self._new_caches(layout_class)
+        self._programs: dict[StepShape, Program] = {}
         self._warm = False
         self._in_use = threading.Lock()
         self._user: threading.Thread | None = None
-        self.stats = SessionStats(cache_bytes=self._cache.buffers.nbytes)
-        for tokens in (*self.prefill_buckets, 1):
-            self._program(tokens)
+        self.stats = SessionStats(cache_bytes=self._caches.nbytes)
+        for tokens in self.prefill_buckets:
+            self._program(tokens, max_length)
+        for size in self.cache_sizes:
+            self._program(1, size)
         self._warm = True
 
     def __repr__(self) -> str:
@@ -189,16 +196,17 @@ class Session:
     @torch.inference_mode(False)
     def _decode(self, call: Call) -> torch.Tensor:
         start = time.perf_counter()
-        logits = self._run(self._program(1), call.token_ids, call.position_ids)
+        self._caches.settle()
+        logits = self._run(call.token_ids, call.position_ids)
         call.advance(time.perf_counter() - start)
         return logits
 
-    def _new_cache(self) -> KVCache:
+    def _new_caches(self, layout: type[Layout]) -> SizedCaches:
         spec, turned = self._step.cache_spec, self.backend.form.transposed_keys
         try:
-            return KVCache(spec, self.batch_size, self.max_length, turned)
+            return SizedCaches(spec, self.batch_size, self.cache_sizes, layout, turned)
         except (RuntimeError, MemoryError, ValueError) as error:
-            gigabytes = spec.nbytes(self.batch_size, self.max_length) / 1e9
+            gigabytes = sum(spec.nbytes(self.batch_size, size) for size in self.cache_sizes) / 1e9
             raise MemoryError(
                 f"the cache for max_length={self.max_length} and batch_size={self.batch_size} needs {gigabytes:.3g} GB, "
                 "which this machine does not give; lower either"
@@ -206,8 +214,7 @@ class Session:
 
     def _prefill(self, prompts: Prompts) -> torch.Tensor:
         """Fill the cache from empty, chunk by chunk; logits [batch_size, V] of the last prompt token."""
-        self._layout.reset()
-        self._cache.clear()
+        self._caches.clear()
         chunks = plan_chunks(prompts.longest, self.prefill_buckets)
         width = sum(chunks)
         ids = torch.zeros(self.batch_size, width, dtype=torch.int64, device="cpu")
@@ -219,42 +226,38 @@ class Session:
         start = 0
         for size in chunks:
             columns = slice(start, start + size)
-            logits = self._run(
-                self._program(size), ids[:, columns], positions[:, columns], skip=max(0, padding - start)
-            )
+            logits = self._run(ids[:, columns], positions[:, columns], skip=max(0, padding - start))
             start += size
         return logits
 
-    def _run(
-        self, program: Program, token_ids: torch.Tensor, position_ids: torch.Tensor, skip: int = 0
-    ) -> torch.Tensor:
-        """Replay one program and write its keys and values, but for the first ``skip`` columns."""
-        logits, new = program(token_ids, position_ids, self._cache)
+    def _run(self, token_ids: torch.Tensor, position_ids: torch.Tensor, skip: int = 0) -> torch.Tensor:
+        """Replay the program of this size and write its keys and values, but for the first ``skip`` columns."""
+        program = self._program(token_ids.shape[1], self._caches.length)
+        logits, new = program(token_ids, position_ids, self._caches.current)
         self.stats.replays += 1
         if np.isnan(logits.numpy().max(axis=1)).any():  # in this thread, like the argmax of a Sampler
-            self._cache.buffers.zero_()  # NaN in a stale slot would survive a weight of 0
+            self._caches.zero_()  # NaN in a stale slot would survive a weight of 0
             raise ArithmeticError(
                 f"the step {program.shape} gave NaN logits on {self.backend.description}; check that the model's "
                 f"weights are finite, and its range in {self._step.dtype}"
             )
-        placement = self._layout.place(program.shape.tokens - skip, source=skip)
-        self._cache.write(placement, new, position_ids)
+        self._caches.write(new, position_ids, skip)
         return logits
 
-    def _program(self, tokens: int) -> Program:
-        """The program for steps of ``tokens`` tokens; compiled during warm-up, looked up afterwards."""
-        if tokens not in self._programs:
-            shape = StepShape(self.batch_size, tokens, self.max_length)
+    def _program(self, tokens: int, cache_length: int) -> Program:
+        """The program for a step of this size; compiled during warm-up, looked up afterwards."""
+        shape = StepShape(self.batch_size, tokens, cache_length)
+        if shape not in self._programs:
             if self._warm:
-                sizes = ", ".join(str(program.shape) for program in self._programs.values())
+                sizes = ", ".join(map(str, self._programs))
                 raise RecompileError(
                     f"the step {shape} is not among those compiled: {sizes}; nothing compiles after warm-up"
                 )
             start = time.perf_counter()
-            self._programs[tokens] = self.backend.compile(self._step, shape)
+            self._programs[shape] = self.backend.compile(self._step, shape)
             self.stats.compiles += 1
             self.stats.compile_seconds += time.perf_counter() - start
-        return self._programs[tokens]
+        return self._programs[shape]
 
 
 class _Hold:
@@ -353,12 +356,24 @@ def fit_buckets(given: Sequence[int] | None, default: Sequence[int], max_length:
     """The sizes of prefill steps, ascending: those given, or those of the default that ``max_length`` holds."""
     if given is None:
         return tuple(size for size in default if size <= max_length) or (max_length,)
-    sizes = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else []
-    if not sizes or not all(isinstance(s, int) and not isinstance(s, bool) and 0 < s <= max_length for s in sizes):
-        raise ValueError(
-            f"prefill_buckets is {given!r}, expected a list of whole numbers from 1 to max_length={max_length}"
-        )
+    sizes = _whole_numbers("prefill_buckets", given, max_length)
+    if not sizes:
+        raise ValueError("prefill_buckets is [], expected at least one size")
     return tuple(sorted(set(sizes)))
+
+
+def _fit_cache_sizes(given: Sequence[int] | None, default: Sequence[int], max_length: int) -> tuple[int, ...]:
+    if given is None:
+        return (*(size for size in default if size <= max_length // 2), max_length)
+    sizes = _whole_numbers("cache_sizes", given, max_length)
+    return tuple(sorted({*sizes, max_length}))
+
+
+def _whole_numbers(name: str, given: Any, most: int) -> list[int]:
+    sizes = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else None
+    if sizes is None or not all(isinstance(s, int) and not isinstance(s, bool) and 0 < s <= most for s in sizes):
+        raise ValueError(f"{name} is {given!r}, expected a list of whole numbers from 1 to max_length={most}")
+    return sizes
 
 
 def _require_count(name: str, value: Any, least: int) -> None:

@@ -147,7 +147,7 @@ def test_sessions_are_bounded_and_die_with_their_model(backend):
     first.setdefault("backend_options", None)
     session = session_for(model, max_length=16 + SESSIONS_PER_MODEL + 1, batch_size=1, **first)
     assert session.stats.replays > 0  # it is the one that generate made
-    watched = [weakref.ref(thing) for thing in (model, session, session._cache, session._step)]
+    watched = [weakref.ref(thing) for thing in (model, session, session._caches.current, session._step)]
     del model, session
     gc.collect()
     assert [ref() for ref in watched] == [None] * 4
@@ -156,7 +156,7 @@ def test_sessions_are_bounded_and_die_with_their_model(backend):
 def test_a_session_frees_its_cache(tiny_llama, backend):
     session = staticgen.Session(tiny_llama, max_length=64, **backend)
     session.generate([5, 6])
-    cache = weakref.ref(session._cache)
+    cache = weakref.ref(session._caches.current)
     del session
     gc.collect()
     assert cache() is None

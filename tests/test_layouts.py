@@ -68,6 +68,9 @@ def test_every_layout_holds_the_newest_tokens_of_each_row(transposed, data, leng
             cache.write(layout.place(count), numbered(count, column), positions)
             column += count
         caches[name] = held(cache)
+        newest = layout.newest(min(length, column))
+        oldest = max(0, column - length)
+        assert cache.slot_positions[0, newest].tolist() == list(range(oldest, column))
         newest = range(max(0, column - length), column)
         for row, offset in ((0, 0), (1, pads)):
             assert set(caches[name][row]) == {c - offset for c in newest if c >= offset}

@@ -14,7 +14,7 @@ import staticgen
 ROOT = Path(__file__).parent.parent
 # Each module may import those before it, never one after it.
 ORDER = [
-    "errors", "shapes", "registry", "stats", "cache", "layouts", "prompts", "decoding", "calls", "profiles", "attention", "step",
+    "errors", "shapes", "registry", "stats", "cache", "layouts", "growth", "prompts", "decoding", "calls", "profiles", "attention", "step",
     "backends.base", "backends", "backends.eager", "backends.openvino", "backends.npu", "session", "generation", "",
     "text", "cli", "compile.ir", "compile",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ GOOD = {
     "attention": "split",
     "transposed_keys": False,
     "prefill_buckets": [8, 32],
+    "cache_sizes": [64],
     "compile_options": {"A": 1},
 }
 
@@ -31,6 +32,8 @@ def test_a_profile_is_read():
         ({"attention": "flash"}, "attention is 'flash'"),
         ({"prefill_buckets": [32, 8]}, "prefill_buckets is"),
         ({"prefill_buckets": []}, "prefill_buckets is"),
+        ({"cache_sizes": [0]}, "cache_sizes is"),
+        ({"cache_sizes": 64}, "cache_sizes is"),
         ({"transposed_keys": "no"}, "transposed_keys is 'no'"),
         ({"compile_options": []}, "compile_options is"),
     ],

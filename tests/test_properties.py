@@ -33,9 +33,10 @@ RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, H
     room=st.integers(0, 9),
     spare_rows=st.integers(0, 2),
     buckets=st.sets(st.integers(1, 24), min_size=1, max_size=3),
+    sizes=st.sets(st.integers(1, 60), max_size=3),
     layout=st.sampled_from(["ring", "shift"]),
 )
-def test_any_batch_equals_its_rows_alone(kind, seed, prompts, count, room, spare_rows, buckets, layout):
+def test_any_batch_equals_its_rows_alone(kind, seed, prompts, count, room, spare_rows, buckets, sizes, layout):
     width = max(map(len, prompts))
     length = width + count + room
     session = Session(
@@ -45,6 +46,7 @@ def test_any_batch_equals_its_rows_alone(kind, seed, prompts, count, room, spare
         backend="eager",
         layout=layout,
         prefill_buckets=[min(size, length) for size in buckets],
+        cache_sizes=[min(size, length) for size in sizes],
     )
     output = session.generate(prompts, max_new_tokens=count)
     assert new_tokens(output, width) == [reference(model(kind, seed), prompt, count) for prompt in prompts]
@@ -53,7 +55,13 @@ def test_any_batch_equals_its_rows_alone(kind, seed, prompts, count, room, spare
 @functools.cache
 def compiled(kind, layout):
     return Session(
-        model(kind, 0), max_length=64, batch_size=4, backend="openvino", layout=layout, prefill_buckets=[5, 24]
+        model(kind, 0),
+        max_length=64,
+        batch_size=4,
+        backend="openvino",
+        layout=layout,
+        prefill_buckets=[5, 24],
+        cache_sizes=[16],
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from models import new_tokens, random_prompt, reference
 
 from staticgen import RecompileError, Session, SessionBusyError, StaleSessionError
+from staticgen.shapes import StepShape
 
 BUCKETS = [8, 32]
 LENGTHS = [1, 7, 8, 9, 31, 32, 33, 70]  # 1, bucket - 1, bucket, bucket + 1, many chunks
@@ -78,14 +79,14 @@ def test_families(family, backend, layout):
 def test_positions_advance_by_one(tiny_llama):
     """C02."""
     session = Session(tiny_llama, max_length=64, backend="eager")
-    seen, program = [], session._programs[1]
+    seen, shape = [], StepShape(1, 1, 64)
+    program = session._programs[shape]
 
     def spy(token_ids, position_ids, cache):
         seen.append(position_ids[0, 0].item())
         return program(token_ids, position_ids, cache)
 
-    spy.shape = program.shape
-    session._programs[1] = spy
+    session._programs[shape] = spy
     session.generate(random_prompt(5), max_new_tokens=24)
     assert seen == list(range(5, 28))
 
@@ -110,12 +111,46 @@ def test_no_call_leaves_anything_to_the_next(tiny_llama, backend, layout):
     assert session.stats.compiles == compiles
 
 
+def test_the_cache_grows_with_what_is_live(tiny_llama, backend, layout):
+    """The same tokens as with one size, at steps that cost the smallest size with room; nothing is compiled."""
+    sizes = [8, 13, 24]
+    session = Session(
+        tiny_llama, max_length=48, batch_size=2, layout=layout, prefill_buckets=[4, 16], cache_sizes=sizes, **backend
+    )
+    assert session.cache_sizes == (8, 13, 24, 48)
+    assert session.stats.compiles == 2 + 4
+    ran, original = [], session._program
+
+    def spy(tokens, cache_length):
+        ran.append((tokens, cache_length))
+        return original(tokens, cache_length)
+
+    session._program = spy
+    for length in (1, 7, 8, 12, 13, 24, 40, 2):
+        prompts = [random_prompt(length), random_prompt(max(1, length - 5), seed=1)]
+        ran.clear()
+        output = session.generate(prompts)
+        expected = [reference(tiny_llama, prompt, 48 - length) for prompt in prompts]
+        assert new_tokens(output, length) == expected
+        decode = [cache_length for tokens, cache_length in ran if tokens == 1]
+        fits = [min(size for size in session.cache_sizes if size > used) for used in range(length, 47)]
+        assert decode == fits
+        assert {cache_length for tokens, cache_length in ran if tokens > 1} == {48}
+    assert session.stats.compiles == 2 + 4
+
+
+def test_cache_sizes_of_the_target_are_taken_up_to_half_of_max_length(tiny_llama):
+    for max_length, expected in [(512, (512,)), (2047, (2047,)), (2048, (1024, 2048)), (4096, (1024, 4096))]:
+        assert Session(tiny_llama, max_length=max_length, backend="openvino").cache_sizes == expected
+    assert Session(tiny_llama, max_length=64, cache_sizes=[], backend="eager").cache_sizes == (64,)
+
+
 def test_a_size_that_is_not_compiled_is_refused(tiny_llama):
     session = Session(tiny_llama, max_length=32, prefill_buckets=[8], backend="eager")
     with pytest.raises(RecompileError, match=r"\[batch 1, tokens 5, cache 32\] is not among .*tokens 8"):
-        session._program(5)
+        session._program(5, 32)
     with pytest.raises(ValueError, match=r"token_ids: this program replays int64 \[1, 1\], got torch.int64 \[1, 2\]"):
-        session._programs[1](torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64), session._cache)
+        session._program(1, 32)(*torch.zeros(2, 1, 2, dtype=torch.int64), session._caches.current)
 
 
 def test_lengths(tiny_llama):
@@ -255,18 +290,19 @@ def test_nan_is_an_error_that_leaves_nothing_behind(tiny_llama):
     session = Session(tiny_llama, max_length=32, backend="eager")
     prompt = random_prompt(5)
     expected = session.generate(prompt, max_new_tokens=8)
-    program = session._programs[1]
+    shape = StepShape(1, 1, 32)
+    program = session._programs[shape]
 
     def broken(*inputs):
         logits, new = program(*inputs)
-        session._cache.buffers.values[0].fill_(float("nan"))
+        session._caches.current.buffers.values[0].fill_(float("nan"))
         return logits.fill_(float("nan")), new
 
-    session._programs[1] = broken
-    broken.shape = program.shape
+    broken.shape = shape
+    session._programs[shape] = broken
     with pytest.raises(ArithmeticError, match="NaN logits on eager"):
         session.generate(prompt, max_new_tokens=8)
-    session._programs[1] = program
+    session._programs[shape] = program
     assert torch.equal(session.generate(prompt, max_new_tokens=8), expected)
 
 
@@ -416,6 +452,7 @@ def test_threads_on_one_session_take_turns(tiny_llama, backend):
         ({"backend": None}, ValueError, "unknown backend None"),
         ({"prefill_buckets": [128]}, ValueError, r"prefill_buckets is \[128\].*1 to max_length=64"),
         ({"prefill_buckets": []}, ValueError, "prefill_buckets"),
+        ({"cache_sizes": [0]}, ValueError, r"cache_sizes is \[0\], expected a list of whole numbers from 1"),
         ({"prefill_buckets": 16}, ValueError, "prefill_buckets is 16, expected a list"),
         ({"backend": []}, ValueError, r"unknown backend \[\]"),
         ({"layout": []}, ValueError, r"unknown layout \[\]"),

@@ -66,6 +66,7 @@ class Backend(ABC):
         device: the device in use.
         form: how the step's attention is written for it.
         prefill_buckets: sizes of prefill steps, ascending.
+        cache_sizes: cache lengths at which decode is compiled besides the session's own, ascending.
         emulated: the device named is stood in for by another one.
     """
 
@@ -76,6 +77,7 @@ class Backend(ABC):
         self.device = device or "cpu"
         self.form = StepForm()
         self.prefill_buckets: tuple[int, ...] = (16, 128)
+        self.cache_sizes: tuple[int, ...] = ()
 
     @property
     def description(self) -> str:

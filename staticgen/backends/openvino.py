@@ -77,6 +77,7 @@ class OpenVINOBackend(Backend):
         profile = load_profile(_PROFILES.get(self.device.split(":")[-1].split(",")[0].split(".")[0], "generic-cpu"))
         self.form = profile.form
         self.prefill_buckets = profile.prefill_buckets
+        self.cache_sizes = profile.cache_sizes
         self._check_options(options or {})
         self._options = {**profile.compile_options, **(options or {})}
 
