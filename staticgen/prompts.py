@@ -172,5 +172,5 @@ def _warn_of_pads(ids: torch.Tensor, mask: torch.Tensor, pad_token_id: int | Non
         warnings.warn(
             f"ids begins with the pad token {pad_token_id}, which counts as a real token here; pass attention_mask if "
             "it is padding",
-            stacklevel=5,
+            stacklevel=6,
         )

@@ -146,7 +146,13 @@ class Step(nn.Module):
         This finds the sizes of the cache without reading a config, and refuses models whose attention
         this package cannot express instead of generating wrong tokens from them.
         """
-        kind, config = model.config.model_type, model.config.get_text_config()
+        config = model.config.get_text_config()
+
+        def refusal(reason: object) -> UnsupportedModelError:
+            return UnsupportedModelError(
+                f"model_type {model.config.model_type!r} cannot run as a static step: {reason}"
+            )
+
         window = getattr(config, "sliding_window", None)
         # With a small window, enough tokens to see its edge.
         tokens = max(_PROBE_TOKENS, window + 3) if window is not None and window < 64 else _PROBE_TOKENS
@@ -159,37 +165,35 @@ class Step(nn.Module):
             logits = self._run(ids, positions, cache)
             again = self._run_in_two_steps(ids, positions)
         except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"model_type {kind!r} cannot run as a static step: {error}") from error
+            raise refusal(error) from error
         except Exception as error:
-            raise UnsupportedModelError(
-                f"model_type {kind!r} cannot run as a static step: its forward fails with keys and values "
-                f"kept apart ({type(error).__name__}: {error})"
+            raise refusal(
+                f"its forward fails with keys and values kept apart ({type(error).__name__}: {error})"
             ) from error
         layers = config.num_hidden_layers
         routed = set(cache.windows) & set(cache.new_keys)
         if routed != set(range(layers)):
-            raise UnsupportedModelError(
-                f"model_type {kind!r} cannot run as a static step: {layers - len(routed)} of its {layers} layers do "
-                "not use attention through transformers' AttentionInterface and Cache"
+            raise refusal(
+                f"{layers - len(routed)} of its {layers} layers do not use attention through transformers' "
+                "AttentionInterface and Cache"
             )
         for index, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
             if (layer_type == "sliding_attention") != (cache.windows[index] is not None):
-                raise UnsupportedModelError(
-                    f"model_type {kind!r} cannot run as a static step: layer {index} is {layer_type!r} but gives "
-                    f"its attention sliding_window={cache.windows[index]}"
+                raise refusal(
+                    f"layer {index} is {layer_type!r} but gives its attention sliding_window={cache.windows[index]}"
                 )
         own = _clone_sharing_weights(model)
         expected = own(input_ids=ids, use_cache=False).logits[:, -1].float()
         if not torch.isfinite(expected).all():
-            raise UnsupportedModelError(f"model_type {kind!r}: its logits are not finite; check that its weights are")
+            raise refusal("its logits are not finite; check that its weights are")
         scale = expected.abs().max().item()
         tolerance = 1e-4 if cache.new_keys[0].dtype == torch.float32 else 0.1
         for found, how in ((logits, "in one step"), (again, "in two steps with padding")):
             difference = (found - expected).abs().max().item()
             if not difference <= tolerance * max(scale, 1e-6):
-                raise UnsupportedModelError(
-                    f"model_type {kind!r} cannot run as a static step: on {tokens} tokens {how} the logits differ by "
-                    f"{difference:.3g} from its own (up to {scale:.3g}), so it does more than its attention is told"
+                raise refusal(
+                    f"on {tokens} tokens {how} the logits differ by {difference:.3g} from its own (up to {scale:.3g}), "
+                    "so it does more than its attention is told"
                 )
         self.position_limit = limit
         unseen = window or getattr(config, "attention_chunk_size", None)
