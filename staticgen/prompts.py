@@ -71,7 +71,8 @@ def read_prompts(
             torch.arange(tensor.shape[1], device="cpu")
             >= tensor.shape[1] - torch.tensor(lengths, device="cpu")[:, None]
         )
-        _warn_of_pads(tensor, mask, pad_token_id)
+        if len(set(lengths)) == 1:  # lists of different lengths are clearly not padded
+            _warn_of_pads(tensor, mask, pad_token_id)
     elif pad_token_id is not None and pad_token_id not in eos_token_ids:
         mask = tensor != pad_token_id
     else:

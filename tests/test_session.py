@@ -230,7 +230,9 @@ def test_rows_end_at_any_eos_and_are_padded(tiny_llama, backend, ends, how):
             import transformers
 
             given = transformers.GenerationConfig(**config["generation_config"], **arguments)
+            before = given.to_dict()
             output = session.generate(ids, mask, generation_config=given)
+            assert given.to_dict() == before
         assert output.tolist() == expected.tolist()
         call = session.stats.last
         for row, reason in enumerate(call.finish_reasons):
@@ -417,6 +419,48 @@ def test_large_scores_do_not_shine_through_the_mask():
 def test_a_cache_that_does_not_fit_says_its_size(tiny_llama):
     with pytest.raises(MemoryError, match=r"max_length=1000000000000 and batch_size=1 needs 5\.12e\+05 GB"):
         Session(tiny_llama, max_length=10**12, backend="eager")
+
+
+def test_what_stands_under_the_mask_is_never_seen(tiny_llama, backend):
+    """C08, C10, C12: pads outside the vocabulary, a pad that is a genuine EOS of the prompt, a hole in the mask."""
+    session = Session(tiny_llama, max_length=32, batch_size=2, **backend)
+    prompts = [[5, 7, 9, 7, 33, 7], [7, 9]]
+    settings = {"max_new_tokens": 8, "pad_token_id": 7, "eos_token_id": 7}
+    expected = [reference(tiny_llama, prompt, 8, eos_token_id=7) for prompt in prompts]
+    expected = [row + [7] * (max(map(len, expected)) - len(row)) for row in expected]
+    for pad in (7, 0, 128, -1):
+        ids, mask = models.left_padded(prompts, pad=pad)
+        assert new_tokens(session.generate(ids, mask, **settings), 6) == expected
+    assert new_tokens(session.generate(prompts, **settings), 6) == expected
+    holed, mask = torch.tensor([[5, 7, 1, 2, 9, 7, 33, 7]]), torch.tensor([[1, 1, 0, 0, 1, 1, 1, 1]])
+    output = session.generate(holed, mask, max_new_tokens=8)
+    assert new_tokens(output, 8) == [reference(tiny_llama, prompts[0], 8)]
+
+
+def test_a_windowed_model_runs_on_far_past_its_window(backend, layout):
+    """C24, C52: positions go on after the window is full, and one program serves every position."""
+    session = Session(models.mistral(), max_length=80, layout=layout, **backend)
+    compiles, prompt = session.stats.compiles, random_prompt(6)
+    assert new_tokens(session.generate(prompt, max_new_tokens=60), 6) == [reference(models.mistral(), prompt, 60)]
+    assert session.stats.compiles == compiles
+
+
+def test_one_session_per_thread(tiny_llama):
+    """C54: sessions of one model do not share state."""
+    prompts = [random_prompt(3 + index, seed=6) for index in range(4)]
+    expected = [reference(tiny_llama, prompt, 12) for prompt in prompts]
+    found = {}
+
+    def work(index):
+        session = Session(tiny_llama, max_length=64, backend="openvino")
+        found[index] = [new_tokens(session.generate(prompts[index], max_new_tokens=12), 3 + index) for _ in range(5)]
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert found == {index: [[expected[index]]] * 5 for index in range(4)}
 
 
 def test_threads_on_one_session_take_turns(tiny_llama, backend):
