@@ -9,7 +9,7 @@ import torch
 from models import new_tokens, random_prompt, reference
 
 import staticgen
-from staticgen.generation import SESSIONS_PER_MODEL, session_for
+from staticgen.generation import SESSIONS_PER_MODEL, _sessions
 
 
 @pytest.fixture
@@ -143,12 +143,12 @@ def test_sessions_are_bounded_and_die_with_their_model(backend):
     model = models.llama(seed=4)
     for length in range(16, 16 + SESSIONS_PER_MODEL + 2):
         staticgen.generate(model, [5, 6], max_length=length, **backend)
-    first = {**backend, "layout": "ring", "prefill_buckets": None, "device": None}
-    first.setdefault("backend_options", None)
-    session = session_for(model, max_length=16 + SESSIONS_PER_MODEL + 1, batch_size=1, **first)
-    assert session.stats.replays > 0  # it is the one that generate made
+    kept = list(_sessions[model].values())
+    assert [session.max_length for session in kept] == list(range(18, 18 + SESSIONS_PER_MODEL))
+    session = kept.pop()
+    assert session.stats.replays > 0
     watched = [weakref.ref(thing) for thing in (model, session, session._caches.current, session._step)]
-    del model, session
+    del model, session, kept
     gc.collect()
     assert [ref() for ref in watched] == [None] * 4
 
