@@ -4,18 +4,22 @@
 >>> staticgen.generate(model, ids, max_length=512, backend="openvino")  # doctest: +SKIP
 """
 
-from staticgen.errors import (
-    BackendUnavailableError,
-    CompileError,
-    RecompileError,
-    SessionBusyError,
-    StaleSessionError,
-    UnknownNameError,
-    UnsupportedModelError,
-)
-from staticgen.generation import generate, stream
-from staticgen.session import Session
-from staticgen.stats import CallStats, SessionStats
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from staticgen.errors import (
+        BackendUnavailableError,
+        CompileError,
+        RecompileError,
+        SessionBusyError,
+        StaleSessionError,
+        UnknownNameError,
+        UnsupportedModelError,
+    )
+    from staticgen.generation import generate, stream
+    from staticgen.session import Session
+    from staticgen.stats import CallStats, SessionStats
 
 __version__ = "0.1.0"
 
@@ -33,3 +37,24 @@ __all__ = [
     "generate",
     "stream",
 ]
+
+# Where names come from that are not errors. They are imported on first use: torch and transformers take seconds,
+# and `staticgen --help` needs neither.
+_MODULES = {
+    "CallStats": "stats",
+    "Session": "session",
+    "SessionStats": "stats",
+    "generate": "generation",
+    "stream": "generation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'staticgen' has no attribute {name!r}")
+    module = importlib.import_module(f"staticgen.{_MODULES.get(name, 'errors')}")
+    return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

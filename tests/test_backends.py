@@ -17,11 +17,27 @@ from staticgen.step import Step
 DEVICES = ov.Core().available_devices
 
 
-def test_importing_the_package_imports_no_vendor_library():
-    code = "import sys, staticgen; print([m for m in ('openvino', 'torch_xla', 'jax') if m in sys.modules])"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
-    )
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        ("import staticgen, staticgen.cli", ["torch", "transformers", "openvino"]),
+        ("import staticgen; staticgen.generate, staticgen.Session", ["openvino", "torch_xla", "jax"]),
+    ],
+)
+def test_imports_wait_for_their_use(code, absent):
+    """Naming a backend imports no vendor library, and the command's help not even torch."""
+    code += f"; import sys; print([m for m in {absent} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_is_there():
+    import staticgen
+
+    assert all(getattr(staticgen, name) for name in staticgen.__all__)
+    assert set(staticgen.__all__) <= set(dir(staticgen))
+    with pytest.raises(AttributeError, match="no attribute 'nope'"):
+        staticgen.nope  # noqa: B018
 
 
 def test_auto_takes_the_best_that_is_present_and_says_which(caplog):
