@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -210,7 +210,12 @@ def read_decoding(
     plain = {name: values[name] for name in HONOURED if name not in ("eos_token_id", "pad_token_id")}
     decoding = Decoding(eos_token_ids=eos, pad_token_id=pad, lengths_are_own=lengths_are_own, **plain)
     _check_ranges(decoding)
-    return decoding
+    return replace(decoding, max_length=_as_int(decoding.max_length), max_new_tokens=_as_int(decoding.max_new_tokens))
+
+
+def _as_int(value: int | None) -> int | None:
+    """A whole number of any kind, numpy's among them, as Python's."""
+    return None if value is None else int(value)
 
 
 def _set_fields(config: GenerationConfig | None, fields: set[str]) -> dict[str, Any]:

@@ -123,6 +123,11 @@ def _prepare(
 def _capacity(model: PreTrainedModel, prompts: Prompts, settings: Decoding) -> int:
     """Tokens of a row that the buffers must hold."""
     limit = position_limit(model)
+    if limit is not None and prompts.width > limit:
+        raise ValueError(
+            f"ids has {prompts.width} tokens, but model_type {model.config.model_type!r} has {limit} positions; "
+            "shorten the prompt"
+        )
     if settings.max_length is not None:
         return settings.max_length
     if settings.max_new_tokens is not None:

@@ -91,7 +91,7 @@ def read_prompts(
         row, column = (int(index) for index in outside.nonzero()[0])
         raise ValueError(
             f"ids[{row}, {column}] is {int(tensor[row, column])}, outside the model's vocabulary of {vocab_size} tokens "
-            "(0 to vocabulary size - 1); if it is padding, give attention_mask with 0 there, or set pad_token_id"
+            "(0 to vocabulary size - 1); if it is padding, give attention_mask with 0 there"
         )
     return Prompts(tensor, tuple(tensor[row, mask[row]] for row in range(tensor.shape[0])))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import threading
 import time
 import weakref
@@ -68,8 +70,8 @@ class Session:
         device: str | None = None,
         backend_options: Mapping[str, str] | None = None,
     ):
-        _require_count("max_length", max_length, least=2)
-        _require_count("batch_size", batch_size, least=1)
+        max_length = _require_count("max_length", max_length, least=2)
+        batch_size = _require_count("batch_size", batch_size, least=1)
         layout_class = LAYOUTS.get(layout)
         self.layout, self.max_length, self.batch_size = layout.strip().lower(), max_length, batch_size
         self.backend: Backend = open_backend(backend, device, backend_options)
@@ -167,7 +169,8 @@ class Session:
                 f"ids has {prompts.batch} prompts, more than the session's batch_size of {self.batch_size}; "
                 "make a session with a larger batch_size or split the call"
             )
-        return self._tokens(prompts, settings, new_token_count(prompts, settings, self.max_length))
+        remedy = "make a session with a larger max_length"
+        return self._tokens(prompts, settings, new_token_count(prompts, settings, self.max_length, remedy))
 
     def _tokens(self, prompts: Prompts, settings: Decoding, new_tokens: int) -> Generator[torch.Tensor, None, None]:
         """The loop: prefill, then choose a token, hand it out, run one step; until all rows have ended."""
@@ -308,11 +311,12 @@ def read_call(
     return prompts, settings
 
 
-def new_token_count(prompts: Prompts, settings: Decoding, capacity: int) -> int:
+def new_token_count(prompts: Prompts, settings: Decoding, capacity: int, remedy: str = "raise max_length") -> int:
     """How many tokens to make at most, in buffers of ``capacity`` tokens a row.
 
     ``max_length`` is a limit for prompt and new tokens together; ``max_new_tokens`` says how many. Lengths
-    that only the model's generation_config sets are cut to what fits.
+    that only the model's generation_config sets are cut to what fits. ``remedy`` is what can be done about the
+    capacity.
 
     Raises:
         ValueError: the prompt, or the prompt and the tokens asked for, do not fit.
@@ -325,11 +329,12 @@ def new_token_count(prompts: Prompts, settings: Decoding, capacity: int) -> int:
                 f"max_length={limit} is more than the session's max_length of {capacity}, for which it is compiled; "
                 "make a session with a larger max_length"
             )
+    remedy = remedy if limit == capacity else "raise max_length"
     if prompts.width >= limit:
         row = max(range(prompts.batch), key=lambda index: len(prompts.rows[index]))
         raise ValueError(
             f"ids has {prompts.width} tokens (row {row} is the longest) and max_length is {limit}: max_length counts the "
-            f"prompt, so it must be at least {prompts.width + 1}; shorten the prompt or raise max_length"
+            f"prompt, so it must be at least {prompts.width + 1}; shorten the prompt or {remedy}"
         )
     room = limit - prompts.width
     if settings.max_new_tokens is None:
@@ -337,7 +342,7 @@ def new_token_count(prompts: Prompts, settings: Decoding, capacity: int) -> int:
     if settings.max_new_tokens > room and not settings.lengths_are_own:
         raise ValueError(
             f"ids has {prompts.width} tokens and max_new_tokens is {settings.max_new_tokens}: together "
-            f"{prompts.width + settings.max_new_tokens}, more than max_length={limit}; raise max_length or lower max_new_tokens"
+            f"{prompts.width + settings.max_new_tokens}, more than max_length={limit}; {remedy} or lower max_new_tokens"
         )
     return min(settings.max_new_tokens, room)
 
@@ -370,12 +375,16 @@ def _fit_cache_sizes(given: Sequence[int] | None, default: Sequence[int], max_le
 
 
 def _whole_numbers(name: str, given: Any, most: int) -> list[int]:
-    sizes = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else None
-    if sizes is None or not all(isinstance(s, int) and not isinstance(s, bool) and 0 < s <= most for s in sizes):
+    if not isinstance(given, Sequence) or isinstance(given, str) or not all(_is_count(size, 1, most) for size in given):
         raise ValueError(f"{name} is {given!r}, expected a list of whole numbers from 1 to max_length={most}")
-    return sizes
+    return [int(size) for size in given]
 
 
-def _require_count(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+def _require_count(name: str, value: Any, least: int) -> int:
+    if not _is_count(value, least):
         raise ValueError(f"{name} is {value!r}, expected a whole number of at least {least}")
+    return int(value)
+
+
+def _is_count(value: Any, least: int, most: float = math.inf) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and least <= int(value) <= most

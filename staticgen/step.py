@@ -16,6 +16,7 @@ import json
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,6 +32,10 @@ _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # frequencies that apply up to the trained length.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+_IDLE_FIELDS = {
+    "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "torch_dtype",
+    "transformers_version", "use_cache",
+}  # fmt: skip
 _PROBE_TOKENS = 8
 _SAMPLES = 64  # numbers of each tensor that a stamp looks at
 
@@ -232,10 +237,13 @@ def model_stamp(model: PreTrainedModel) -> str:
     ``.data`` or numpy, which has no version, is seen when it touches one of those.
     """
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(json.dumps(model.config.to_dict(), sort_keys=True, default=repr).encode())
+    digest.update(json.dumps(_computing_fields(model.config.to_dict()), sort_keys=True, default=repr).encode())
     for module in model.modules():
         digest.update(f"{type(module).__qualname__}{id(module)}".encode())
-    for tensor in [*model.parameters(), *model.buffers()]:
+    # Rotary frequencies that depend on the length are rewritten by every forward, by what the config says.
+    rewritten = "inv_freq" if _length_limits(model.config.get_text_config()) else "\0"
+    buffers = [buffer for name, buffer in model.named_buffers() if not name.endswith(rewritten)]
+    for tensor in [*model.parameters(), *buffers]:
         version = 0 if tensor.is_inference() else tensor._version
         digest.update(f"{tensor.data_ptr()} {tensor.dtype} {tuple(tensor.shape)} {version}".encode())
         numbers = tensor.detach().reshape(-1)
@@ -295,17 +303,28 @@ def position_limit(model: PreTrainedModel) -> int | None:
     trained = getattr(config, "max_position_embeddings", None)
     if trained is None:
         return None
-    rope = getattr(config, "rope_parameters", None) or {}
-    limits = [
-        int(part.get("original_max_position_embeddings") or trained)
-        for part in (rope, *rope.values())  # one for all layers, or one per type of layer
-        if isinstance(part, dict) and part.get("rope_type") in _LENGTH_DEPENDENT_ROPE
-    ]
-    if limits:
+    if limits := _length_limits(config):
         return min(limits)
     tokens = model.get_input_embeddings()
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not tokens]
     return int(trained) if any(table.num_embeddings >= trained for table in tables) else None
+
+
+def _length_limits(config: Any) -> list[int]:
+    """The trained lengths of those rotary embeddings whose frequencies depend on the length of the text."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [
+        int(part.get("original_max_position_embeddings") or config.max_position_embeddings)
+        for part in (rope, *rope.values())  # one for all layers, or one per type of layer
+        if isinstance(part, dict) and part.get("rope_type") in _LENGTH_DEPENDENT_ROPE
+    ]
+
+
+def _computing_fields(config: Any) -> Any:
+    """A config as nested dicts, without what changes no logit and is set by saving, say."""
+    if not isinstance(config, dict):
+        return config
+    return {name: _computing_fields(value) for name, value in config.items() if name not in _IDLE_FIELDS}
 
 
 def _clone_sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
@@ -313,7 +332,7 @@ def _clone_sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
 
     Whatever is set on the copy (its attention, its mode) leaves the user's model alone.
     """
-    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    shared = {id(tensor): tensor for tensor in model.parameters()}  # not buffers: a forward may write to those
     try:
         return copy.deepcopy(model, memo=shared).eval()
     except Exception as error:

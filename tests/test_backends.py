@@ -68,7 +68,13 @@ def test_auto_without_openvino_is_eager(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "device"),
-    [("npu", None), ("openvino", "NPU"), ("openvino", "AUTO:NPU,CPU"), ("openvino", "GPU"), ("openvino", "GPU.1")],
+    [
+        ("npu", None),
+        ("openvino", "NPU"),
+        ("openvino", "AUTO:NPU,CPU"),
+        ("openvino", "GPU"),
+        ("openvino", "GPU.1"),
+    ],
 )
 def test_a_missing_device_is_an_error_with_what_there_is(name, device, monkeypatch):
     """C59: at once, before any model is touched, and never another device in silence."""
@@ -82,6 +88,8 @@ def test_a_missing_device_is_an_error_with_what_there_is(name, device, monkeypat
 
 
 def test_unknown_devices_and_options():
+    with pytest.raises(BackendUnavailableError, match="wants OpenVINO device CPU.7, but OpenVINO finds .*CPU"):
+        open_backend("openvino", "CPU.7")
     with pytest.raises(UnknownNameError, match="unknown OpenVINO device 'TPU': expected one of CPU, GPU, NPU"):
         open_backend("openvino", "TPU")
     with pytest.raises(UnknownNameError, match="NPU only, got device='CPU'"):

@@ -92,6 +92,22 @@ def test_max_length_sizes_the_buffers_and_max_new_tokens_says_how_many(model, co
             staticgen.generate(model, prompt, max_length=max_length, max_new_tokens=4, backend="eager")
 
 
+def test_a_prompt_longer_than_the_models_positions_cannot_be_helped_by_max_length(compiled):
+    with pytest.raises(ValueError, match="40 tokens, but model_type 'gpt2' has 32 positions; shorten the prompt"):
+        staticgen.generate(models.gpt2(n_positions=32), random_prompt(40), max_length=50, backend="eager")
+    assert compiled == []
+
+
+def test_numpy_numbers_are_numbers(model):
+    five = np.int64(5)
+    assert staticgen.generate(model, [[5, 6]], max_new_tokens=five, backend="eager").shape == (1, 7)
+    assert staticgen.generate(model, [[5, 6]], max_length=five, backend="eager").shape == (1, 5)
+    session = staticgen.Session(
+        model, max_length=np.int64(32), prefill_buckets=[five], cache_sizes=[five], backend="eager"
+    )
+    assert session.generate([5, 6], eos_token_id=five).shape[1] <= 32
+
+
 def test_without_a_length_the_default_is_bounded_and_said(model):
     model.generation_config.max_length = None
     with pytest.warns(UserWarning, match="neither max_length nor max_new_tokens .* max_length=512"):

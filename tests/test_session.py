@@ -158,12 +158,14 @@ def test_lengths(tiny_llama):
     session = Session(tiny_llama, max_length=32, batch_size=3, backend="eager")
     assert session.generate(random_prompt(31)).shape == (1, 32)
     for length in (32, 33, 100):
-        with pytest.raises(ValueError, match=rf"{length} tokens .*max_length is 32"):
+        with pytest.raises(ValueError, match=rf"{length} tokens .*max_length is 32.*make a session"):
             session.generate(random_prompt(length), max_new_tokens=4)
     with pytest.raises(ValueError, match="row 1 is the longest"):
         session.generate([random_prompt(3), random_prompt(40), random_prompt(4)])
-    with pytest.raises(ValueError, match=r"together 34, more than max_length=32"):
+    with pytest.raises(ValueError, match=r"together 34, more than max_length=32; make a session with a larger"):
         session.generate(random_prompt(30), max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"together 14, more than max_length=12; raise max_length"):
+        session.generate(random_prompt(10), max_new_tokens=4, max_length=12)
     with pytest.raises(ValueError, match=r"max_length=64 is more than the session's max_length of 32"):
         session.generate(random_prompt(3), max_length=64)
     for bad in (0, -1):
@@ -337,6 +339,26 @@ def test_a_session_of_a_model_that_changed_is_refused(change, backend):
         assert new_tokens(output, 5) == [reference(model, prompt, 8)]
 
 
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_what_a_model_does_to_itself_is_no_change(kind, tmp_path):
+    """Forwards rewrite frequencies that depend on the length, and saving fills in the config."""
+    rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    model = models.llama(max_position_embeddings=64 if kind == "longrope" else 32, rope_parameters=rope)
+    session = Session(model, max_length=32, backend="eager")
+    prompt = random_prompt(5)
+    expected = [reference(model, prompt, 20)]
+    assert new_tokens(session.generate(prompt, max_new_tokens=20), 5) == expected
+    for length in (1, 40, 4):
+        model(torch.tensor([random_prompt(length)]))
+        assert new_tokens(session.generate(prompt, max_new_tokens=20), 5) == expected
+    model.save_pretrained(tmp_path)
+    model.train().requires_grad_(False)
+    model.config.use_cache = False
+    assert new_tokens(session.generate(prompt, max_new_tokens=20), 5) == expected
+
+
 def test_the_models_generation_config_is_read_at_every_call(tiny_llama):
     import transformers
 
@@ -492,7 +514,7 @@ def test_threads_on_one_session_take_turns(tiny_llama, backend):
         ({"max_length": "64"}, ValueError, "max_length is '64'"),
         ({"batch_size": 0}, ValueError, "batch_size is 0"),
         ({"layout": "rign"}, ValueError, "unknown layout 'rign': expected one of shift, ring"),
-        ({"backend": "tpu"}, ValueError, "unknown backend 'tpu': expected one of eager, openvino, npu"),
+        ({"backend": "tpu"}, ValueError, "unknown backend 'tpu': expected one of auto, eager, openvino, npu"),
         ({"backend": None}, ValueError, "unknown backend None"),
         ({"prefill_buckets": [128]}, ValueError, r"prefill_buckets is \[128\].*1 to max_length=64"),
         ({"prefill_buckets": []}, ValueError, "prefill_buckets"),

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 
 from staticgen.backends.base import Backend, Program
-from staticgen.errors import BackendUnavailableError
+from staticgen.errors import BackendUnavailableError, UnknownNameError
 from staticgen.registry import Registry
 
 __all__ = ["AUTO_ORDER", "BACKENDS", "Backend", "Program", "open_backend"]
@@ -41,7 +41,10 @@ def open_backend(name: str, device: str | None = None, options: Mapping[str, str
     for key in options or ():
         if not isinstance(key, str):
             raise TypeError(f"backend_options has the key {key!r}, expected the vendor's name of an option")
-    if not isinstance(name, str) or name.strip().lower() != "auto":
+    key = name.strip().lower() if isinstance(name, str) else ""
+    if key not in ("auto", *BACKENDS.names()):
+        raise UnknownNameError(f"unknown backend {name!r}: expected one of auto, {', '.join(BACKENDS.names())}")
+    if key != "auto":
         return BACKENDS.get(name)(device, options)
     if device is not None or options:
         raise ValueError("device and backend_options need a backend by name: backend='auto' chooses both itself")

@@ -108,7 +108,9 @@ class OpenVINOBackend(Backend):
             family = device.split(".")[0]
             if family not in _PROFILES:
                 raise UnknownNameError(f"unknown OpenVINO device {device!r}: expected one of {', '.join(_PROFILES)}")
-            if device not in present and family not in (name.split(".")[0] for name in present):
+            # A single device has no number in OpenVINO's list, and may be asked for as the first one.
+            numbered = family != "CPU" and device == f"{family}.0" and family in present
+            if device not in present and not numbered:
                 raise BackendUnavailableError(missing_device_message(self.name, device, present))
 
     def _check_options(self, options: Mapping[str, str]) -> None:
@@ -126,13 +128,13 @@ class OpenVINOBackend(Backend):
 def missing_device_message(backend: str, device: str, present: list[str]) -> str:
     """What is missing, what was found, and what can be done about it."""
     hint = {
-        "GPU": "install Intel's compute runtime (OpenCL) and let this user open /dev/dri/render*",
-        "NPU": "install Intel's NPU driver with its compiler and let this user open /dev/accel/accel0; without an NPU, "
+        "GPU": " For a GPU, install Intel's compute runtime (OpenCL) and let this user open /dev/dri/render*",
+        "NPU": " For an NPU, install Intel's NPU driver with its compiler and let this user open /dev/accel/accel0; without an NPU, "
         "backend_options={'NPUW_DEVICES': 'CPU'} runs the NPU plugin on the CPU",
     }.get(device.split(".", maxsplit=1)[0], "")
     return (
         f"backend {backend!r} wants OpenVINO device {device}, but OpenVINO finds {', '.join(present) or 'none'} here. "
-        f"Alternatives: backend='openvino' (the CPU) or backend='auto'. For {device}: {hint}"
+        f"Alternatives: backend='openvino' (the CPU) or backend='auto'.{hint}"
     )
 
 
