@@ -88,7 +88,7 @@ def test_a_missing_device_is_an_error_with_what_there_is(name, device, monkeypat
 
 
 def test_unknown_devices_and_options():
-    with pytest.raises(BackendUnavailableError, match="wants OpenVINO device CPU.7, but OpenVINO finds .*CPU"):
+    with pytest.raises(BackendUnavailableError, match=r"wants OpenVINO device CPU\.7, but OpenVINO finds .*CPU"):
         open_backend("openvino", "CPU.7")
     with pytest.raises(UnknownNameError, match="unknown OpenVINO device 'TPU': expected one of CPU, GPU, NPU"):
         open_backend("openvino", "TPU")
