@@ -39,7 +39,7 @@ class NPUBackend(OpenVINOBackend):
     def description(self) -> str:
         if self.emulated:
             return f"{self.name} plugin run on {self._options['NPUW_DEVICES']}"
-        return super().description
+        return f"{super().description}, which computes in float16"
 
     def _require_devices(self) -> None:
         if not self.emulated:

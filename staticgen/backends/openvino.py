@@ -84,7 +84,7 @@ class OpenVINOBackend(Backend):
 
     def compile(self, step: Step, shape: StepShape) -> Program:
         model = static_model(step, shape)
-        options = {"INFERENCE_PRECISION_HINT": self._precision(step.dtype), **self._options}
+        options = {**self._precision(step.dtype), **self._options}
         try:
             return OpenVINOProgram(self._core.compile_model(model, self.device, options), step, shape)
         except RuntimeError as error:
@@ -92,13 +92,19 @@ class OpenVINOBackend(Backend):
                 f"OpenVINO device {self.device} refused the step {shape} in {step.dtype}: {error}"
             ) from error
 
-    def _precision(self, dtype: torch.dtype) -> str:
-        """The step's own precision, or float32 on a device that has it not: OpenVINO would take a coarser one."""
+    def _precision(self, dtype: torch.dtype) -> dict[str, str]:
+        """The step's own precision, or float32 on a device that has it not: OpenVINO would take a coarser one.
+
+        An NPU computes in float16 whatever the model's dtype, and its plugin has no such option.
+        """
         precision, capability = _PRECISION[dtype]
         device = self.device.split(":")[-1].split(",")[0]
-        if self.emulated or capability in self._core.get_property(device, "OPTIMIZATION_CAPABILITIES"):
-            return precision
-        return "f32"
+        if not self.emulated:
+            if device.split(".", maxsplit=1)[0] == "NPU":
+                return {}
+            if capability not in self._core.get_property(device, "OPTIMIZATION_CAPABILITIES"):
+                precision = "f32"
+        return {"INFERENCE_PRECISION_HINT": precision}
 
     def _require_devices(self) -> None:
         """Every device named must be here: OpenVINO's own fallback to another one would be silent."""
