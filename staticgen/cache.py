@@ -52,6 +52,7 @@ class KVBuffers:
 
     def __init__(self, spec: CacheSpec, batch: int, length: int, transposed_keys: bool = False):
         self.spec, self.batch, self.length, self.transposed_keys = spec, batch, length, transposed_keys
+        self._key_dim = -1 if transposed_keys else -2  # where the tokens of the keys are
         self.keys: list[torch.Tensor] = [torch.empty(0)] * len(spec.layers)
         self.values: list[torch.Tensor] = [torch.empty(0)] * len(spec.layers)
         self._stacks: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -79,25 +80,25 @@ class KVBuffers:
     def shift_left_(self, count: int) -> None:
         """Move every token ``count`` places to the left."""
         for keys, values in self._stacks:
-            _shift_left_(keys, count, dim=-1 if self.transposed_keys else -2)
+            _shift_left_(keys, count, dim=self._key_dim)
             _shift_left_(values, count, dim=-2)
 
     def copy_tokens_(self, new: KVBuffers, segments: Sequence[Segment]) -> None:
         """Copy runs of tokens out of ``new``, which holds the keys and values of one step."""
         turned = self.transposed_keys != new.transposed_keys
-        key_dim = -1 if self.transposed_keys else -2
         for (keys, values), (source_keys, new_values) in zip(self._stacks, new._stacks, strict=True):
             new_keys = source_keys.transpose(-1, -2) if turned else source_keys
             for run in segments:
-                keys.narrow(key_dim, run.slot, run.count).copy_(new_keys.narrow(key_dim, run.source, run.count))
+                keys.narrow(self._key_dim, run.slot, run.count).copy_(
+                    new_keys.narrow(self._key_dim, run.source, run.count)
+                )
                 values.narrow(-2, run.slot, run.count).copy_(new_values.narrow(-2, run.source, run.count))
 
     def copy_slots_(self, source: KVBuffers, slots: Sequence[int], targets: Sequence[int]) -> None:
         """Copy the tokens in ``slots`` of buffers of another length to the slots ``targets`` of these."""
         taken, put = torch.tensor(slots, device="cpu"), torch.tensor(targets, device="cpu")
-        key_dim = -1 if self.transposed_keys else -2
         for (keys, values), (old_keys, old_values) in zip(self._stacks, source._stacks, strict=True):
-            keys.index_copy_(key_dim, put, old_keys.index_select(key_dim, taken))
+            keys.index_copy_(self._key_dim, put, old_keys.index_select(self._key_dim, taken))
             values.index_copy_(-2, put, old_values.index_select(-2, taken))
 
 

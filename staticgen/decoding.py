@@ -203,7 +203,7 @@ def read_decoding(
             values[name] = off
     _refuse_unsupported(values)
     eos, pad = _eos_ids(values["eos_token_id"]), values["pad_token_id"]
-    if pad is not None and (not _is_int(pad) or pad < 0):
+    if pad is not None and (not is_int(pad) or pad < 0):
         raise ValueError(f"pad_token_id is {pad!r}, expected a token id of at least 0, or None to use the first EOS")
     if pad is None and eos:
         pad = eos[0]
@@ -247,19 +247,19 @@ def _check_ranges(decoding: Decoding) -> None:
         if getattr(decoding, name) is not None:
             check(name, fine, expected + ", or None")
 
-    check_optional("max_length", lambda n: _is_int(n) and n > 0, "a whole number of at least 1")
-    check_optional("max_new_tokens", lambda n: _is_int(n) and n > 0, "a whole number of at least 1")
-    check("min_length", lambda n: _is_int(n) and n >= 0, "a whole number of at least 0")
-    check_optional("min_new_tokens", lambda n: _is_int(n) and n >= 0, "a whole number of at least 0")
+    check_optional("max_length", lambda n: is_int(n) and n > 0, "a whole number of at least 1")
+    check_optional("max_new_tokens", lambda n: is_int(n) and n > 0, "a whole number of at least 1")
+    check("min_length", lambda n: is_int(n) and n >= 0, "a whole number of at least 0")
+    check_optional("min_new_tokens", lambda n: is_int(n) and n >= 0, "a whole number of at least 0")
     if not isinstance(decoding.do_sample, bool):
         raise ValueError(f"do_sample is {decoding.do_sample!r}, expected True or False")
     if decoding.do_sample:
         check("temperature", lambda x: x > 0, "a number above 0 (do_sample=False is greedy)")
-        check("top_k", lambda n: _is_int(n) and n >= 0, "a whole number of at least 0 (0 turns it off)")
+        check("top_k", lambda n: is_int(n) and n >= 0, "a whole number of at least 0 (0 turns it off)")
         check("top_p", lambda x: 0 <= x <= 1, "a number from 0 to 1 (1 turns it off)")
         check_optional("min_p", lambda x: 0 <= x <= 1, "a number from 0 to 1")
     check("repetition_penalty", lambda x: x > 0, "a number above 0 (1 turns it off)")
-    check_optional("seed", lambda n: _is_int(n) and -(2**63) <= n < 2**64, "a whole number of 64 bits")
+    check_optional("seed", lambda n: is_int(n) and -(2**63) <= n < 2**64, "a whole number of 64 bits")
 
 
 def _is_number(value: Any) -> bool:
@@ -271,10 +271,11 @@ def _eos_ids(value: Any) -> tuple[int, ...]:
         return ()
     ids = value.tolist() if isinstance(value, torch.Tensor) else value
     ids = list(ids) if isinstance(ids, (list, tuple, set)) else [ids]
-    if not all(_is_int(item) for item in ids):
+    if not all(is_int(item) for item in ids):
         raise ValueError(f"eos_token_id is {value!r}, expected a token id or a list of them")
     return tuple(int(item) for item in ids)
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: Any) -> bool:
+    """A whole number of any kind, numpy's among them, and not a bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)

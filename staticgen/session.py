@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 import threading
 import time
 import weakref
@@ -17,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from staticgen.backends import Backend, Program, open_backend
 from staticgen.cache import EMPTY
 from staticgen.calls import Call
-from staticgen.decoding import Decoding, read_decoding
+from staticgen.decoding import Decoding, is_int, read_decoding
 from staticgen.errors import RecompileError, SessionBusyError, StaleSessionError
 from staticgen.growth import SizedCaches
 from staticgen.layouts import LAYOUTS, Layout
@@ -387,4 +386,4 @@ def _require_count(name: str, value: Any, least: int) -> int:
 
 
 def _is_count(value: Any, least: int, most: float = math.inf) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and least <= int(value) <= most
+    return is_int(value) and least <= int(value) <= most
