@@ -11,8 +11,8 @@ import openvino as ov
 from transformers import PreTrainedModel
 
 from staticgen.backends.openvino import static_model
+from staticgen.limits import fit_buckets, require_positions
 from staticgen.profiles import load_profile
-from staticgen.session import fit_buckets, require_positions
 from staticgen.shapes import StepShape
 from staticgen.step import step_for
 
@@ -30,7 +30,7 @@ def export_ir(
     """Write the steps that a session of these sizes replays: ``decode.xml`` and ``prefill_N.xml``.
 
     Every dimension is fixed and nothing is stateful; inputs and outputs are named ``token_ids``, ``position_ids``,
-    ``slot_positions``, ``past_key.0`` ..., ``logits``, ``new_key.0`` ... Each file has its own copy of the weights.
+    ``first_positions``, ``slot_positions.0`` ..., ``past_key.0`` ..., ``logits``, ``new_key.0`` ... Each file has its own copy of the weights.
 
     Args:
         model: a causal decoder of transformers, on the CPU.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from staticgen.generation import generate, stream
+    from staticgen.layouts import Layout, Placement, RowSegment, Segment, register_layout
     from staticgen.session import Session
     from staticgen.stats import CallStats, SessionStats
 
@@ -27,7 +28,11 @@ __all__ = [
     "BackendUnavailableError",
     "CallStats",
     "CompileError",
+    "Layout",
+    "Placement",
     "RecompileError",
+    "RowSegment",
+    "Segment",
     "Session",
     "SessionBusyError",
     "SessionStats",
@@ -35,6 +40,7 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedModelError",
     "generate",
+    "register_layout",
     "stream",
 ]
 
@@ -42,9 +48,14 @@ __all__ = [
 # and `staticgen --help` needs neither.
 _MODULES = {
     "CallStats": "stats",
+    "Layout": "layouts",
+    "Placement": "layouts",
+    "RowSegment": "layouts",
+    "Segment": "layouts",
     "Session": "session",
     "SessionStats": "stats",
     "generate": "generation",
+    "register_layout": "layouts",
     "stream": "generation",
 }
 

@@ -8,7 +8,7 @@ The models themselves stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -27,54 +27,74 @@ MASKED = -65504.0
 _REFUSED_ARGUMENTS = ("position_bias", "head_mask", "alibi")
 
 
+class Past(NamedTuple):
+    """What the cache holds for one layer.
+
+    keys: [B, K, L, D] (or [B, K, D, L]).
+    values: [B, K, L, D].
+    slot_positions: int64 [B, L], -1 where a slot is empty.
+    group: layers with the same number have the same slot_positions.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    slot_positions: torch.Tensor
+    group: int
+
+
 class PastAndNew(NamedTuple):
     """What :meth:`StepCache.update` returns in place of one joined tensor.
 
     past: [B, K, L, D] (or [B, K, D, L]); None when there is no past at all.
     new: [B, K, T, D].
     cache: the step's cache, for the mask.
+    layer: the layer whose keys or values these are; others may attend to them too (Gemma 3n).
     """
 
     past: torch.Tensor | None
     new: torch.Tensor
     cache: StepCache
+    layer: int
 
 
 class StepCache(Cache):
     """The cache that a model sees during one step; collects the new keys and values.
 
     Args:
+        form: how the target wants attention written.
         position_ids: int64 [B, T], -1 where a token is padding.
-        slot_positions: int64 [B, L], -1 where a slot is empty.
-        past_keys, past_values: one tensor per layer; empty for a step without a past.
+        first_positions: int64 [B, T], the first position that each query may see; None for 0.
+        past: per layer with keys and values of its own, by its index in the model; empty for a step without a past.
     """
 
     def __init__(
         self,
-        position_ids: torch.Tensor,
-        slot_positions: torch.Tensor,
-        past_keys: Sequence[torch.Tensor],
-        past_values: Sequence[torch.Tensor],
         form: StepForm,
+        position_ids: torch.Tensor,
+        first_positions: torch.Tensor | None = None,
+        past: Mapping[int, Past] | None = None,
     ):
         super().__init__(layers=[])
         self.form = form
         self.new_keys: dict[int, torch.Tensor] = {}
         self.new_values: dict[int, torch.Tensor] = {}
-        self.windows: dict[int, int | None] = {}  # by layer; filled by the attention function
-        self._past_keys, self._past_values = past_keys, past_values
-        self._query_positions = position_ids[:, :, None]
-        self._key_positions = torch.cat([slot_positions, position_ids], dim=1)[:, None, :]
-        self._masks: dict[int | None, torch.Tensor] = {}
+        # By layer that attends, filled by the attention function: its window, and the layer whose keys it reads.
+        self.windows: dict[int, int | None] = {}
+        self.sources: dict[int, int] = {}
+        self._past = past or {}
+        self._position_ids = position_ids
+        first = torch.zeros_like(position_ids) if first_positions is None else first_positions
+        self._first, self._asked = first[:, :, None], position_ids[:, :, None]
+        self._made: dict[Any, torch.Tensor] = {}
 
     def update(  # type: ignore[override]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[PastAndNew, PastAndNew]:
         """Keep a layer's new keys and values [B, K, T, D], and pair them with its past."""
         self.new_keys[layer_idx], self.new_values[layer_idx] = key_states, value_states
-        past_key = self._past_keys[layer_idx] if self._past_keys else None
-        past_value = self._past_values[layer_idx] if self._past_values else None
-        return PastAndNew(past_key, key_states, self), PastAndNew(past_value, value_states, self)
+        past = self._past.get(layer_idx)
+        keys, values = (None, None) if past is None else (past.keys, past.values)
+        return PastAndNew(keys, key_states, self, layer_idx), PastAndNew(values, value_states, self, layer_idx)
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
         """0: models ask in order to number positions, and a step always gives positions."""
@@ -82,14 +102,55 @@ class StepCache(Cache):
             raise UnsupportedModelError(f"layer {layer_idx} uses the length of the cache")
         return 0
 
-    def mask(self, window: int | None) -> torch.Tensor:
-        """bool [B, 1, 1, T, L + T]: where the query may look."""
-        if window not in self._masks:
-            visible = (self._key_positions >= 0) & (self._key_positions <= self._query_positions)
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """The size of the mask that a model would make; whatever it makes is ignored."""
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """As :meth:`get_seq_length`, for the model's own mask."""
+        return 0
+
+    def key_positions(self, layer: int) -> torch.Tensor:
+        """int64 [B, L + T]: positions of the keys of a layer, -1 where there is none."""
+        past = self._past.get(layer)
+        if past is None:
+            return self._position_ids
+        return self._once(("keys", past.group), lambda: torch.cat([past.slot_positions, self._position_ids], dim=1))
+
+    def mask(self, layer: int, window: int | None) -> torch.Tensor:
+        """bool [B, 1, 1, T, L + T]: where the queries may look among the keys of ``layer``."""
+
+        def make() -> torch.Tensor:
+            held = self.key_positions(layer)[:, None, :]
+            visible = (held >= self._first) & (held <= self._asked)
             if window is not None:
-                visible = visible & (self._query_positions - self._key_positions < window)
-            self._masks[window] = visible[:, None, None]
-        return self._masks[window]
+                visible = visible & (self._asked - held < window)
+            return visible[:, None, None]
+
+        return self._once(("mask", self._group(layer), window), make)
+
+    def alibi(self, layer: int, slopes: tuple[float, ...], coarse: bool = False) -> torch.Tensor:
+        """float32 [B, H, 1, L + T]: scores that grow with a key's position, by each head's slope (arXiv 2108.12409).
+
+        With ``coarse`` slopes, positions and their product are rounded to bfloat16, as Falcon does.
+        """
+
+        def make() -> torch.Tensor:
+            held = self.key_positions(layer).clamp(min=0)[:, None, None, :].float()
+            slope = torch.tensor(slopes, device="cpu")[None, :, None, None]
+            return _to_bfloat16(_to_bfloat16(slope) * _to_bfloat16(held)) if coarse else slope * held
+
+        return self._once(("alibi", self._group(layer), slopes, coarse), make)
+
+    def _group(self, layer: int) -> int:
+        past = self._past.get(layer)
+        return -1 if past is None else past.group
+
+    def _once(self, key: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What layers have in common is computed for the first of them."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
 
 def static_attention(
@@ -103,6 +164,7 @@ def static_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Softmax attention over the past and the new keys, with H query heads grouped over K key heads.
@@ -114,6 +176,7 @@ def static_attention(
         sliding_window: a query sees this many positions, its own included.
         softcap: scores are squashed to (-softcap, softcap) by tanh (Gemma 2).
         s_aux: [H], the score of a sink that takes weight and has no value (GPT-OSS).
+        bias: float32 [B, H, 1 or T, L + T], added to the scores (ALiBi).
 
     Returns:
         [B, T, H, D], and None in place of the attention weights.
@@ -127,8 +190,11 @@ def static_attention(
         raise UnsupportedModelError(
             f"{type(module).__name__} attends to later tokens as well; a causal decoder is needed"
         )
-    step = key.cache
-    step.windows[module.layer_idx] = sliding_window  # type: ignore[index]
+    if not isinstance(key, PastAndNew):
+        raise UnsupportedModelError(f"{type(module).__name__} changes its keys after they went to the cache")
+    step, layer = key.cache, key.layer
+    attending = getattr(module, "layer_idx", layer)
+    step.windows[attending], step.sources[attending] = sliding_window, layer
     batch, heads, tokens, size = query.shape
     kv_heads = key.new.shape[1]
     group = heads // kv_heads
@@ -148,7 +214,10 @@ def static_attention(
         scores = torch.tanh(scores / softcap) * softcap
     columns = scores.shape[3]
     scores = scores.float().reshape(batch, kv_heads, group, tokens, columns)
-    scores = scores.masked_fill(~step.mask(sliding_window), MASKED)
+    if bias is not None:
+        scores = scores + bias.reshape(bias.shape[0], kv_heads, group, bias.shape[2], columns)
+    # A model may drop all queries but the last (Gemma 4, in layers that cache nothing).
+    scores = scores.masked_fill(~step.mask(layer, sliding_window)[..., -tokens:, :], MASKED)
     if s_aux is not None:
         sink = s_aux.float().reshape(1, kv_heads, group, 1, 1).expand(batch, -1, -1, tokens, 1)
         scores = torch.cat([scores, sink], dim=-1)
@@ -160,6 +229,12 @@ def static_attention(
     else:
         output = weights @ new_values
     return output.reshape(batch, heads, tokens, output.shape[3]).transpose(1, 2).contiguous(), None
+
+
+def _to_bfloat16(numbers: torch.Tensor) -> torch.Tensor:
+    """float32 rounded to the 8 bits of bfloat16, in float32 arithmetic: a compiler may drop a cast there and back."""
+    lifted = numbers * 65537.0
+    return lifted - (lifted - numbers)
 
 
 def _transposed(past_keys: torch.Tensor | None, already: bool) -> torch.Tensor | None:

@@ -1,148 +1,267 @@
 """The key/value cache: buffers of a fixed size, and for every slot the position of its token.
 
 ``slot_positions`` [B, L] is the only state that attention needs besides keys and values: -1 marks an
-empty slot, and a query at position p sees exactly the slots with 0 <= position <= p. Which slot a new
-token goes to is the business of :mod:`staticgen.layouts`; this module carries the choice out.
+empty slot, and a query at position p sees no slot with a position above p. Layers with a sliding window
+have slots, and positions of them, for their window only. Which slot a new token goes to is the business
+of :mod:`staticgen.layouts`; this module carries the choice out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 
-from staticgen.shapes import CacheSpec
-
-EMPTY = -1
-
-
-@dataclass(frozen=True)
-class Segment:
-    """``count`` consecutive new tokens, from ``source`` of the step on, go to slots from ``slot`` on."""
-
-    slot: int
-    source: int
-    count: int
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where the new tokens of one step go.
-
-    Attributes:
-        shift: first move every slot this many places to the left; the leftmost ones are dropped.
-        segments: then copy these runs of new tokens.
-    """
-
-    shift: int
-    segments: tuple[Segment, ...]
+from staticgen.layouts import Layout, Placement, Ring
+from staticgen.rotary import Rotation
+from staticgen.shapes import EMPTY, CacheSpec, LayerSpec, slots_of
 
 
 class KVBuffers:
-    """Keys and values of every layer, for ``length`` tokens of ``batch`` rows, zeroed.
+    """Keys and values of every layer for ``batch`` rows, zeroed.
 
     Layers of one size share one allocation, so that a token is written with one copy for all layers.
+
+    Args:
+        spec: the layers.
+        batch: rows.
+        length: tokens.
+        transposed_keys: keys are [B, K, D, length] instead of [B, K, length, D].
+        windowed: a layer with a window has slots for that only, not for ``length`` tokens.
 
     Attributes:
         keys: one view per layer, [B, K, length, D], or [B, K, D, length] with ``transposed_keys``.
         values: one view per layer, [B, K, length, D].
     """
 
-    def __init__(self, spec: CacheSpec, batch: int, length: int, transposed_keys: bool = False):
+    def __init__(self, spec: CacheSpec, batch: int, length: int, transposed_keys: bool = False, windowed: bool = False):
         self.spec, self.batch, self.length, self.transposed_keys = spec, batch, length, transposed_keys
         self._key_dim = -1 if transposed_keys else -2  # where the tokens of the keys are
         self.keys: list[torch.Tensor] = [torch.empty(0)] * len(spec.layers)
         self.values: list[torch.Tensor] = [torch.empty(0)] * len(spec.layers)
-        self._stacks: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._stacks: dict[LayerSpec, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._exact: dict[LayerSpec, torch.Tensor] = {}  # 16-bit keys that turn, in float32; see rotate_
+        self._members: dict[LayerSpec, list[int]] = {}
         for size in dict.fromkeys(spec.layers):
             members = [index for index, layer in enumerate(spec.layers) if layer == size]
+            self._members[size] = members
+            slots = size.slots(length) if windowed else length
             shape = (len(members), batch, size.heads)
-            key_shape = (size.key_dim, length) if transposed_keys else (length, size.key_dim)
+            key_shape = (size.key_dim, slots) if transposed_keys else (slots, size.key_dim)
             keys = _zeros((*shape, *key_shape), spec.dtype)
-            values = _zeros((*shape, length, size.value_dim), spec.dtype)
-            self._stacks.append((keys, values))
+            values = _zeros((*shape, slots, size.value_dim), spec.dtype)
+            self._stacks[size] = (keys, values)
             for row, index in enumerate(members):
                 self.keys[index], self.values[index] = keys[row], values[row]
 
     @property
     def nbytes(self) -> int:
         """Bytes held by keys and values."""
-        return self.spec.nbytes(self.batch, self.length)
+        return sum(keys.nbytes + values.nbytes for keys, values in self._stacks.values())
 
     def zero_(self) -> None:
         """Set every key and value to zero."""
-        for keys, values in self._stacks:
+        for keys, values in self._stacks.values():
             keys.zero_()
             values.zero_()
+        self._exact.clear()
 
-    def shift_left_(self, count: int) -> None:
-        """Move every token ``count`` places to the left."""
-        for keys, values in self._stacks:
-            _shift_left_(keys, count, dim=self._key_dim)
-            _shift_left_(values, count, dim=-2)
-
-    def copy_tokens_(self, new: KVBuffers, segments: Sequence[Segment]) -> None:
-        """Copy runs of tokens out of ``new``, which holds the keys and values of one step."""
+    def write_(self, new: KVBuffers, placements: Mapping[int | None, Placement]) -> None:
+        """Store tokens of ``new``, the keys and values of one step, as each window's placement says."""
         turned = self.transposed_keys != new.transposed_keys
-        for (keys, values), (source_keys, new_values) in zip(self._stacks, new._stacks, strict=True):
+        for size, (keys, values) in self._stacks.items():
+            placement = placements[size.window]
+            source_keys, new_values = new._stacks[size]
             new_keys = source_keys.transpose(-1, -2) if turned else source_keys
-            for run in segments:
-                keys.narrow(self._key_dim, run.slot, run.count).copy_(
-                    new_keys.narrow(self._key_dim, run.source, run.count)
-                )
+            if placement.shift:
+                _shift_left_(keys, placement.shift, dim=self._key_dim)
+                _shift_left_(values, placement.shift, dim=-2)
+            copies = [keys, self._exact[size]] if size in self._exact else [keys]
+            for run in placement.segments:
+                for copy in copies:
+                    copy.narrow(self._key_dim, run.slot, run.count).copy_(
+                        new_keys.narrow(self._key_dim, run.source, run.count)
+                    )
                 values.narrow(-2, run.slot, run.count).copy_(new_values.narrow(-2, run.source, run.count))
+            for one in placement.rows:
+                row = (slice(None), one.row)
+                for copy in copies:
+                    copy[row].select(self._key_dim, one.slot).copy_(new_keys[row].select(self._key_dim, one.source))
+                values[row].select(-2, one.slot).copy_(new_values[row].select(-2, one.source))
 
-    def copy_slots_(self, source: KVBuffers, slots: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy the tokens in ``slots`` of buffers of another length to the slots ``targets`` of these."""
-        taken, put = torch.tensor(slots, device="cpu"), torch.tensor(targets, device="cpu")
-        for (keys, values), (old_keys, old_values) in zip(self._stacks, source._stacks, strict=True):
+    def copy_slots_(self, source: KVBuffers, moves: Mapping[int | None, tuple[Sequence[int], Sequence[int]]]) -> None:
+        """Copy tokens of buffers of another length: for each window, from which slots to which."""
+        for size, (keys, values) in self._stacks.items():
+            taken, put = (torch.tensor(slots, device="cpu") for slots in moves[size.window])
+            old_keys, old_values = source._stacks[size]
             keys.index_copy_(self._key_dim, put, old_keys.index_select(self._key_dim, taken))
             values.index_copy_(-2, put, old_values.index_select(-2, taken))
+
+    def rotate_(
+        self, rotations: Sequence[Rotation | None], rows: torch.Tensor, first: Mapping[int | None, int], delta: int
+    ) -> None:
+        """Turn the keys of ``rows`` (bool [B]) by ``delta`` positions, in each window's slots from ``first`` on.
+
+        A key is turned again for every token that is dropped. In 16 bits each turn would round it, hundreds of
+        times over, so that those are kept in float32 besides from the first turn on.
+        """
+        chosen = [slice(None)] if bool(rows.all()) else rows.nonzero()[:, 0].tolist()
+        for size, (keys, _) in self._stacks.items():
+            exact = keys
+            if keys.dtype != torch.float32 and any(rotations[index] for index in self._members[size]):
+                if size not in self._exact:
+                    self._exact[size] = keys.float()
+                exact = self._exact[size]
+            begin = first[size.window]
+            count = keys.size(self._key_dim) - begin
+            for layer, index in enumerate(self._members[size]):
+                rotation = rotations[index]
+                if rotation is None:
+                    continue
+                for row in chosen:
+                    turned = exact[layer][row].narrow(self._key_dim, begin, count)
+                    rotation.apply_(turned, delta, self._key_dim)
+                    if exact is not keys:
+                        keys[layer][row].narrow(self._key_dim, begin, count).copy_(turned)
+
+
+class SlotGroup:
+    """The slots of all layers that share a window: the positions in them, and the layout that hands them out."""
+
+    def __init__(self, window: int | None, batch: int, layout: Layout):
+        self.window, self.layout = window, layout
+        self.slot_positions = torch.full((batch, layout.length), EMPTY, dtype=torch.int64, device="cpu")
 
 
 class KVCache:
     """The cache of a session: :class:`KVBuffers` and the position of the token in every slot.
 
+    Args:
+        spec: what the model caches.
+        batch: rows.
+        length: slots of a layer without a window.
+        layout: makes the layout for a number of slots.
+        transposed_keys: see :class:`KVBuffers`.
+        rotations: how the keys of each layer turn with their position; for a layout with a capacity.
+        reach: slots that a layer without a window would have, where there is none and ``length`` is less.
+
     Attributes:
-        slot_positions: int64 [B, L]; -1 where a slot is empty.
+        groups: one per window, in the order of ``spec.windows``.
         buffers: the keys and values. A stale slot keeps its old, finite numbers: attention gives
             empty slots the weight 0.
+        capacity, pinned: the layout's.
     """
 
-    def __init__(self, spec: CacheSpec, batch: int, length: int, transposed_keys: bool = False):
-        self.buffers = KVBuffers(spec, batch, length, transposed_keys)
-        self.slot_positions = torch.full((batch, length), EMPTY, dtype=torch.int64, device="cpu")
+    def __init__(
+        self,
+        spec: CacheSpec,
+        batch: int,
+        length: int,
+        layout: Callable[[int], Layout] = Ring,
+        transposed_keys: bool = False,
+        rotations: Sequence[Rotation | None] | None = None,
+        reach: int | None = None,
+    ):
+        whole = layout(length if reach is None else reach)
+        self.length, self.capacity, self.pinned = length, whole.capacity, whole.pinned
+        self.buffers = KVBuffers(spec, batch, length, transposed_keys, windowed=True)
+        self._rotations = rotations
+        self.groups: list[SlotGroup] = []
+        for window in spec.windows:
+            slots = slots_of(window, length)
+            if window is None or "slide" in whole.overflow or self._sees_the_pinned(window):
+                own = layout(slots)
+            else:  # a window's slots are for the newest tokens, whatever the layout keeps elsewhere
+                own = Ring(slots)
+            self.groups.append(SlotGroup(window, batch, own))
+
+    def _sees_the_pinned(self, window: int) -> bool:
+        """Whether layers of this window see all that the layout keeps; if not, they must see no pinned token."""
+        if self.capacity is None or window >= self.capacity:
+            return self.capacity is not None
+        if window > self.capacity - self.pinned:
+            raise ValueError(
+                f"the model has layers with a window of {window} positions, which would see some of the "
+                f"{self.pinned} sinks and not others: with {self.pinned} sinks, window_length must be at least {window}"
+            )
+        return False
+
+    @property
+    def slot_positions(self) -> list[torch.Tensor]:
+        """int64 [B, slots] of every window; -1 where a slot is empty."""
+        return [group.slot_positions for group in self.groups]
 
     def clear(self) -> None:
         """Mark every slot empty."""
-        self.slot_positions.fill_(EMPTY)
+        for group in self.groups:
+            group.slot_positions.fill_(EMPTY)
+            group.layout.reset()
 
-    def write(self, placement: Placement, new: KVBuffers, positions: torch.Tensor) -> None:
-        """Store what a step computed.
+    def make_room(self, positions: torch.Tensor) -> torch.Tensor:
+        """Bring the next tokens below the layout's capacity, dropping what must go for them.
+
+        ``positions`` int64 [B, T] are the tokens' places in their rows; those to be run at come back, a tensor of
+        its own where they differ. T is 1 for a row at its capacity.
+        """
+        if self.capacity is None:
+            return positions
+        full = positions[:, -1] >= self.capacity
+        if not full.any():
+            return positions
+        for group in self.groups:
+            held = group.slot_positions
+            later = held > self.pinned
+            dropped = held == self.pinned
+            held[full[:, None] & dropped] = EMPTY
+            held[full[:, None] & later] -= 1
+        if self._rotations is not None:
+            first = {group.window: group.layout.pinned for group in self.groups}
+            self.buffers.rotate_(self._rotations, full, first, delta=-1)
+        return positions.clamp(max=self.capacity - 1)
+
+    def write(self, new: KVBuffers, positions: torch.Tensor, skip: int = 0) -> None:
+        """Store what a step computed, but for its first ``skip`` columns.
 
         Args:
-            placement: the slots, as a layout chose them.
             new: keys and values of the step's T tokens.
             positions: int64 [B, T], -1 where a token is padding.
+            skip: columns that take no slot.
         """
-        if placement.shift:
-            self.buffers.shift_left_(placement.shift)
-            _shift_left_(self.slot_positions, placement.shift, dim=-1)
-        self.buffers.copy_tokens_(new, placement.segments)
-        for run in placement.segments:
-            self.slot_positions.narrow(1, run.slot, run.count).copy_(positions.narrow(1, run.source, run.count))
+        placements = {}
+        for group in self.groups:
+            source = max(skip, positions.shape[1] - group.layout.length)  # older ones would be given up at once
+            placement = placements[group.window] = group.layout.place(positions, source)
+            if placement.shift:
+                _shift_left_(group.slot_positions, placement.shift, dim=-1)
+            stored = positions if placement.positions is None else placement.positions
+            for run in placement.segments:
+                group.slot_positions.narrow(1, run.slot, run.count).copy_(stored.narrow(1, run.source, run.count))
+            for one in placement.rows:
+                group.slot_positions[one.row, one.slot] = positions[one.row, one.source]
+        self.buffers.write_(new, placements)
 
-    def copy_slots_(self, source: KVCache, slots: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy the tokens in ``slots`` of a cache of another length to the slots ``targets`` of this one."""
-        self.buffers.copy_slots_(source.buffers, slots, targets)
-        self.slot_positions[:, targets] = source.slot_positions[:, slots]
+    def take_over(self, source: KVCache, count: int) -> None:
+        """Be what ``source``, a cache of another length, holds: its ``count`` newest columns, or what fits of them."""
+        self.clear()
+        moves = {}
+        for group, old in zip(self.groups, source.groups, strict=True):
+            fitting = min(count, group.layout.length, old.layout.length)
+            slots = old.layout.newest(fitting)
+            placement = group.layout.place(old.slot_positions[:, slots])
+            targets = [slot for run in placement.segments for slot in range(run.slot, run.slot + run.count)]
+            group.slot_positions[:, targets] = old.slot_positions[:, slots]
+            moves[group.window] = (slots, targets)
+        self.buffers.copy_slots_(source.buffers, moves)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros in memory that numpy asked huge pages for: a decode step over 4096 slots was 3 to 9% faster so."""
-    return torch.from_numpy(np.zeros((*shape, dtype.itemsize), dtype=np.uint8)).view(dtype)[..., 0]
+    try:
+        numbers = np.zeros((*shape, dtype.itemsize), dtype=np.uint8)
+    except ValueError as error:  # more than numpy can count
+        raise MemoryError(f"{shape} is too large: {error}") from error
+    return torch.from_numpy(numbers).view(dtype)[..., 0]
 
 
 def _shift_left_(tensor: torch.Tensor, count: int, dim: int) -> None:

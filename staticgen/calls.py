@@ -6,9 +6,9 @@ import time
 
 import torch
 
-from staticgen.cache import EMPTY
 from staticgen.decoding import Decoding, Sampler
 from staticgen.prompts import Prompts
+from staticgen.shapes import EMPTY
 from staticgen.stats import CallStats
 
 

@@ -46,7 +46,15 @@ def generate(
     max_new_tokens: Annotated[int | None, typer.Option(help="New tokens at most.")] = None,
     backend: Annotated[str, typer.Option(help="auto, openvino, npu or eager.")] = "auto",
     device: Annotated[str | None, typer.Option(help="The backend's name for a device.")] = None,
-    layout: Annotated[str, typer.Option(help="Cache layout: ring or shift.")] = "ring",
+    layout: Annotated[
+        str | None,
+        typer.Option(help="Cache layout: ring, shift, sink or none. [default: ring; sink for that overflow]"),
+    ] = None,
+    window_length: Annotated[int | None, typer.Option(help="With layout sink: newest tokens that are seen.")] = None,
+    num_sink_tokens: Annotated[int | None, typer.Option(help="With layout sink: first tokens that stay.")] = None,
+    overflow: Annotated[
+        str | None, typer.Option(help="Beyond --max-length: error, stop, slide or sink. [default: error]")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     do_sample: Annotated[
         bool | None, typer.Option("--do-sample/--greedy", help="Draw tokens. [default: as the model says]")
@@ -73,14 +81,20 @@ def generate(
         "seed": seed,
     }
     decoding = {name: value for name, value in settings.items() if value is not None}
+    options = {"window_length": window_length, "num_sink_tokens": num_sink_tokens}
+    layout_options = {name: value for name, value in options.items() if value is not None}
     try:
         os.environ.setdefault("TQDM_DISABLE", "1")  # loading a GGUF file draws a bar that nothing else turns off
         with console.status("importing"):
             from staticgen.backends import open_backend  # noqa: PLC0415
-            from staticgen.session import Session, new_token_count, read_call  # noqa: PLC0415
+            from staticgen.layouts import layout_class  # noqa: PLC0415
+            from staticgen.limits import default_layout, new_token_count, read_overflow  # noqa: PLC0415
+            from staticgen.session import Session, read_call  # noqa: PLC0415
             from staticgen.text import DTYPES, encode_prompt, load_text_model  # noqa: PLC0415
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
+        layout = default_layout(overflow) if layout is None else layout
+        policy = read_overflow(overflow, layout, layout_class(layout))
         open_backend(backend, device)  # a missing device is said before minutes of loading
         start = time.perf_counter()
         with console.status(f"loading {model or 'the default model'}"):
@@ -88,9 +102,12 @@ def generate(
             network, tokenizer = load_text_model(model, DTYPES[dtype])
             ids = encode_prompt(tokenizer, prompt, chat)
         load_seconds = time.perf_counter() - start
-        new_token_count(*read_call(network, ids, None, None, decoding), max_length)
+        new_token_count(*read_call(network, ids, None, None, decoding), max_length, policy)
         with console.status("compiling"):
-            session = Session(network, max_length=max_length, backend=backend, device=device, layout=layout)
+            session = Session(
+                network, max_length=max_length, backend=backend, device=device, layout=layout,
+                layout_options=layout_options, overflow=overflow,
+            )  # fmt: skip
         _print_stream(session, tokenizer, ids, decoding)
         console.print(_closing_line(session, load_seconds), style="dim", soft_wrap=True)
     except KeyboardInterrupt:

@@ -14,8 +14,10 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from staticgen.decoding import Decoding
+from staticgen.layouts import layout_class
+from staticgen.limits import ENDLESS, default_layout, new_token_count, read_overflow
 from staticgen.prompts import Prompts
-from staticgen.session import Session, new_token_count, read_call
+from staticgen.session import Session, read_call
 from staticgen.step import check_model, position_limit
 
 DEFAULT_MAX_LENGTH = 512
@@ -31,7 +33,9 @@ def generate(
     max_length: int | None = None,
     max_new_tokens: int | None = None,
     backend: str = "auto",
-    layout: str = "ring",
+    layout: str | None = None,
+    layout_options: Mapping[str, Any] | None = None,
+    overflow: str | None = None,
     prefill_buckets: Sequence[int] | None = None,
     cache_sizes: Sequence[int] | None = None,
     device: str | None = None,
@@ -50,15 +54,16 @@ def generate(
         ids: int64 [B, T] or [T]: tensor, numpy array, list of ids or (ragged) list of lists.
         attention_mask: [B, T], 1 on real tokens, 0 on the padding at the left.
         max_length: tokens of a row, prompt and padding included; sizes the buffers.
-        max_new_tokens: how many new tokens at most. Alone, it sizes the buffers together with the
+        max_new_tokens: how many new tokens at most; with ``overflow``, also more than ``max_length`` holds. Alone, it sizes the buffers together with the
             prompt, rounded up to a power of two. With neither, and none in the generation config,
             512 bounds the length, and a warning says so.
         backend: ``"auto"``, ``"openvino"``, ``"npu"``, ``"eager"``; see :class:`staticgen.Session`, also for
-            ``layout``, ``prefill_buckets``, ``cache_sizes``, ``device`` and ``backend_options``.
+            ``layout``, ``layout_options``, ``overflow``, ``prefill_buckets``, ``cache_sizes``, ``device`` and
+            ``backend_options``.
         generation_config, decoding: see :meth:`staticgen.Session.generate`.
 
     Returns:
-        int64 [B, at most max_length]: the prompts as given, then the new tokens; a row that has ended is
+        int64 [B, T + new tokens]: the prompts as given, then the new tokens; a row that has ended is
         filled with the pad token.
 
     Raises:
@@ -68,10 +73,10 @@ def generate(
     lengths = {"max_length": max_length, "max_new_tokens": max_new_tokens}
     session, prompts, settings = _prepare(
         model, ids, attention_mask, generation_config, {**_given(lengths), **decoding},
-        backend=backend, layout=layout, prefill_buckets=prefill_buckets,
-        cache_sizes=cache_sizes, device=device, backend_options=backend_options,
+        overflow=overflow, backend=backend, layout=layout, layout_options=layout_options,
+        prefill_buckets=prefill_buckets, cache_sizes=cache_sizes, device=device, backend_options=backend_options,
     )  # fmt: skip
-    return session.run_to_end(prompts, settings)
+    return session.run_to_end(prompts, settings, overflow)
 
 
 def stream(
@@ -82,7 +87,9 @@ def stream(
     max_length: int | None = None,
     max_new_tokens: int | None = None,
     backend: str = "auto",
-    layout: str = "ring",
+    layout: str | None = None,
+    layout_options: Mapping[str, Any] | None = None,
+    overflow: str | None = None,
     prefill_buckets: Sequence[int] | None = None,
     cache_sizes: Sequence[int] | None = None,
     device: str | None = None,
@@ -98,10 +105,10 @@ def stream(
     lengths = {"max_length": max_length, "max_new_tokens": max_new_tokens}
     session, prompts, settings = _prepare(
         model, ids, attention_mask, generation_config, {**_given(lengths), **decoding},
-        backend=backend, layout=layout, prefill_buckets=prefill_buckets,
-        cache_sizes=cache_sizes, device=device, backend_options=backend_options,
+        overflow=overflow, backend=backend, layout=layout, layout_options=layout_options,
+        prefill_buckets=prefill_buckets, cache_sizes=cache_sizes, device=device, backend_options=backend_options,
     )  # fmt: skip
-    return session.run(prompts, settings)
+    return session.run(prompts, settings, overflow)
 
 
 def _prepare(
@@ -110,20 +117,24 @@ def _prepare(
     attention_mask: Any,
     generation_config: GenerationConfig | None,
     decoding: Mapping[str, Any],
+    layout: str | None,
+    overflow: str | None,
     **session_arguments: Any,
 ) -> tuple[Session, Prompts, Decoding]:
     check_model(model)
+    layout = default_layout(overflow) if layout is None else layout
+    policy = read_overflow(overflow, layout, layout_class(layout))
     prompts, settings = read_call(model, ids, attention_mask, generation_config, decoding)
-    capacity = _capacity(model, prompts, settings)
-    new_token_count(prompts, settings, capacity)
-    session = session_for(model, max_length=capacity, batch_size=prompts.batch, **session_arguments)
+    capacity = _capacity(model, prompts, settings, policy)
+    new_token_count(prompts, settings, capacity, policy)
+    session = session_for(model, max_length=capacity, batch_size=prompts.batch, layout=layout, **session_arguments)
     return session, prompts, settings
 
 
-def _capacity(model: PreTrainedModel, prompts: Prompts, settings: Decoding) -> int:
+def _capacity(model: PreTrainedModel, prompts: Prompts, settings: Decoding, overflow: str) -> int:
     """Tokens of a row that the buffers must hold."""
     limit = position_limit(model)
-    if limit is not None and prompts.width > limit:
+    if limit is not None and prompts.width > limit and overflow not in ENDLESS:
         raise ValueError(
             f"ids has {prompts.width} tokens, but model_type {model.config.model_type!r} has {limit} positions; "
             "shorten the prompt"

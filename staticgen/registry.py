@@ -47,15 +47,18 @@ class Registry(Generic[T]):
                 raise ValueError(f"{self.kind} name {name!r} is already taken by {known}; choose another name")
             self._entries[key] = cls
 
-    def get(self, name: str) -> type[T]:
+    def get(self, name: str, remark: str = "") -> type[T]:
         """The class registered under ``name``.
 
         Raises:
-            UnknownNameError: nothing has this name; the message lists what there is.
+            UnknownNameError: nothing has this name; the message lists what there is, and ends with ``remark``.
         """
         key = name.strip().lower() if isinstance(name, str) else ""
         if key not in self._entries:
-            raise UnknownNameError(f"unknown {self.kind} {name!r}: expected one of {', '.join(self.names())}")
+            known = ", ".join(self.names())
+            raise UnknownNameError(
+                f"unknown {self.kind} {name!r}: expected one of {known}" + (f" ({remark})" if remark else "")
+            )
         entry = self._entries[key]
         if isinstance(entry, str):
             module, attribute = entry.split(":")

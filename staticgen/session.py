@@ -2,42 +2,56 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from staticgen.backends import Backend, Program, open_backend
-from staticgen.cache import EMPTY
+from staticgen.backends import Backend, open_backend
 from staticgen.calls import Call
-from staticgen.decoding import Decoding, is_int, read_decoding
-from staticgen.errors import RecompileError, SessionBusyError, StaleSessionError
-from staticgen.growth import SizedCaches
-from staticgen.layouts import LAYOUTS, Layout
+from staticgen.contexts import CachedContext, Context, RecomputedContext
+from staticgen.decoding import Decoding, read_decoding
+from staticgen.errors import SessionBusyError, StaleSessionError
+from staticgen.layouts import layout_class, layout_factory
+from staticgen.limits import (
+    default_layout,
+    fit_buckets,
+    fit_cache_sizes,
+    needed_lengths,
+    new_token_count,
+    read_overflow,
+    require_count,
+    require_positions,
+)
+from staticgen.programs import Programs
 from staticgen.prompts import Prompts, read_prompts
-from staticgen.shapes import StepShape, plan_chunks
 from staticgen.stats import SessionStats
-from staticgen.step import Step, model_stamp, step_for, vocab_size
+from staticgen.step import model_stamp, step_for, vocab_size
 
 
 class Session:
     """Holds what is compiled for a model and generates with it, any number of times.
 
     Everything is compiled here, in the constructor. Afterwards prompt lengths, batches up to
-    ``batch_size``, masks and decoding settings vary freely and compile nothing.
+    ``batch_size``, masks, decoding settings and overflow policies vary freely and compile nothing.
 
     Args:
         model: a causal decoder of transformers on the CPU; it stays as it is and shares its weights.
         max_length: tokens of a row, prompt and padding included; sizes the cache.
         batch_size: rows of the compiled steps; calls may have fewer prompts.
         backend: ``"auto"`` or a name of :data:`staticgen.backends.BACKENDS`.
-        layout: ``"ring"`` or ``"shift"``; they give the same tokens, and ``ring`` moves nothing.
+        layout: which slots the tokens take: ``"ring"``, ``"shift"``, ``"sink"``, ``"none"`` or one that was
+            registered by :func:`staticgen.register_layout`. None: ``"sink"`` for that overflow, else ``"ring"``.
+        layout_options: the layout's parameters; see :meth:`set_cache_implementation`.
+        overflow: what becomes of a call that needs more than ``max_length``, unless the call says otherwise.
+            ``"error"`` refuses it before it starts. ``"stop"`` ends it at ``max_length``, with finish reason
+            "length". ``"slide"`` goes on and forgets the oldest tokens: no token sees further back than
+            ``max_length`` positions, its own included. ``"sink"`` goes on with the first and the newest tokens;
+            it needs that layout. None: what suits the layout, ``"sink"`` for that one and else ``"error"``.
         prefill_buckets: prompt tokens per prefill step, one program each; None for the target's own.
         cache_sizes: cache lengths below ``max_length`` at which decode is compiled too, so that its cost
             follows the tokens that are live; None for those of the target's own up to half of it.
@@ -46,6 +60,7 @@ class Session:
 
     Attributes:
         backend: the open backend; ``session.backend.description`` says what it runs on.
+        layout, layout_options, overflow: those in use.
         stats: counters and times.
 
     Raises:
@@ -63,33 +78,81 @@ class Session:
         max_length: int = 512,
         batch_size: int = 1,
         backend: str = "auto",
-        layout: str = "ring",
+        layout: str | None = None,
+        layout_options: Mapping[str, Any] | None = None,
+        overflow: str | None = None,
         prefill_buckets: Sequence[int] | None = None,
         cache_sizes: Sequence[int] | None = None,
         device: str | None = None,
         backend_options: Mapping[str, str] | None = None,
     ):
-        max_length = _require_count("max_length", max_length, least=2)
-        batch_size = _require_count("batch_size", batch_size, least=1)
-        layout_class = LAYOUTS.get(layout)
-        self.layout, self.max_length, self.batch_size = layout.strip().lower(), max_length, batch_size
+        self.max_length = require_count("max_length", max_length, least=2)
+        self.batch_size = require_count("batch_size", batch_size, least=1)
+        layout = default_layout(overflow) if layout is None else layout
+        read_overflow(overflow, layout, layout_class(layout))
         self.backend: Backend = open_backend(backend, device, backend_options)
-        self.prefill_buckets = fit_buckets(prefill_buckets, self.backend.prefill_buckets, max_length)
-        self.cache_sizes = _fit_cache_sizes(cache_sizes, self.backend.cache_sizes, max_length)
+        self.prefill_buckets = fit_buckets(prefill_buckets, self.backend.prefill_buckets, self.max_length)
+        self.cache_sizes = fit_cache_sizes(cache_sizes, self.backend.cache_sizes, self.max_length)
         self._step = step_for(model, self.backend.form)
         self._model = weakref.ref(model)
-        require_positions(self._step, max_length)
-        self._caches = self._new_caches(layout_class)
-        self._programs: dict[StepShape, Program] = {}
-        self._warm = False
         self._in_use = threading.Lock()
         self._user: threading.Thread | None = None
-        self.stats = SessionStats(cache_bytes=self._caches.nbytes)
-        for tokens in self.prefill_buckets:
-            self._program(tokens, max_length)
-        for size in self.cache_sizes:
-            self._program(1, size)
-        self._warm = True
+        self.stats = SessionStats()
+        self._programs = Programs(self._step, self.backend, self.batch_size, self.stats)
+        self._set_layout(layout, layout_options or {}, overflow)
+
+    def set_cache_implementation(self, name: str, /, **parameters: Any) -> None:
+        """Keep tokens by another layout from now on, or by the same with other parameters.
+
+        The overflow policy stays if the layout has it, and else becomes the layout's default. Nothing is
+        compiled anew, except that ``"none"`` has programs of its own.
+
+        Args:
+            name: ``"ring"``, ``"shift"``, ``"sink"``, ``"none"`` or a registered one, in any letter case.
+            parameters: the layout's own; of ``"sink"`` ``window_length``, how many of the newest tokens are
+                seen (None for all that fit), and ``num_sink_tokens``, how many of the first (4).
+
+        Raises:
+            UnknownNameError: there is no such layout; the message lists those there are.
+            ValueError, TypeError: the parameters do not suit the layout or the session; it stays as it was.
+            SessionBusyError: this thread still holds an open stream of this session.
+        """
+        cls = layout_class(name)
+        with _Hold(self):
+            self._set_layout(name, parameters, self.overflow if self.overflow in cls.overflow else None)
+
+    def _set_layout(self, name: str, options: Mapping[str, Any], overflow: str | None) -> None:
+        cls = layout_class(name)
+        policy = read_overflow(overflow, name, cls)
+        make = layout_factory(name, options)
+        capacity = make(self.max_length).capacity
+        context: Context
+        if cls.recomputes:
+            if policy != "slide":
+                require_positions(self._step, self.max_length)
+            limit = self._step.position_limit or self.max_length
+            context = RecomputedContext(self._programs, sorted({min(size, limit) for size in self.cache_sizes}))
+        else:
+            require_positions(self._step, self.max_length, policy, capacity)
+            lengths = needed_lengths(self._step.cache_spec, self.cache_sizes)
+            context = self._allocate(
+                lambda: CachedContext(self._programs, make, self.prefill_buckets, lengths, self.max_length)
+            )
+        self._programs.prepare(context.sizes())
+        self._context, self._capacity = context, capacity
+        self.layout, self.layout_options, self.overflow = name.strip().lower(), dict(options), policy
+        self.stats.cache_bytes = context.nbytes
+
+    def _allocate(self, make: Callable[[], Context]) -> Context:
+        try:
+            return make()
+        except (RuntimeError, MemoryError) as error:
+            spec = self._step.cache_spec
+            gigabytes = sum(spec.nbytes(self.batch_size, size) for size in self.cache_sizes) / 1e9
+            raise MemoryError(
+                f"the cache for max_length={self.max_length} and batch_size={self.batch_size} needs {gigabytes:.3g} GB, "
+                "which this machine does not give; lower either"
+            ) from error
 
     def __repr__(self) -> str:
         return (
@@ -106,6 +169,7 @@ class Session:
         ids: Any,
         attention_mask: Any = None,
         *,
+        overflow: str | None = None,
         generation_config: GenerationConfig | None = None,
         **decoding: Any,
     ) -> torch.Tensor:
@@ -114,14 +178,15 @@ class Session:
         Args:
             ids: int64 [B, T] or [T]: tensor, numpy array, list of ids or (ragged) list of lists.
             attention_mask: [B, T], 1 on real tokens, 0 on the padding at the left.
+            overflow: the policy of this call, if not the session's: ``"error"``, ``"stop"``, ``"slide"`` or ``"sink"``.
             generation_config: settings; the model's own fill what it leaves open.
             decoding: its fields as arguments, which win over both, and ``seed``: max_length (counts
-                the prompt; at most the session's, which is the default), max_new_tokens (wins over
-                max_length), min_length, min_new_tokens, do_sample, temperature, top_k, top_p, min_p,
-                repetition_penalty, eos_token_id, pad_token_id.
+                the prompt; at most the session's, which is the default, unless ``overflow`` lets it go on),
+                max_new_tokens (wins over max_length), min_length, min_new_tokens, do_sample, temperature, top_k,
+                top_p, min_p, repetition_penalty, eos_token_id, pad_token_id.
 
         Returns:
-            int64 [B, at most max_length]: the prompts as given, then the new tokens; a row that has
+            int64 [B, T + new tokens]: the prompts as given, then the new tokens; a row that has
             ended is filled with the pad token. A fresh tensor.
 
         Raises:
@@ -129,13 +194,14 @@ class Session:
             StaleSessionError: the model has changed since the session was made.
             SessionBusyError: this thread still holds an open stream of this session.
         """
-        return self.run_to_end(*self._read(ids, attention_mask, generation_config, decoding))
+        return self.run_to_end(*self._read(ids, attention_mask, generation_config, decoding), overflow)
 
     def stream(
         self,
         ids: Any,
         attention_mask: Any = None,
         *,
+        overflow: str | None = None,
         generation_config: GenerationConfig | None = None,
         **decoding: Any,
     ) -> Iterator[torch.Tensor]:
@@ -143,7 +209,7 @@ class Session:
 
         The session is in use until the stream ends, is closed or is dropped.
         """
-        return self.run(*self._read(ids, attention_mask, generation_config, decoding))
+        return self.run(*self._read(ids, attention_mask, generation_config, decoding), overflow)
 
     def _read(
         self, ids: Any, attention_mask: Any, generation_config: GenerationConfig | None, decoding: Mapping[str, Any]
@@ -156,25 +222,36 @@ class Session:
             )
         return read_call(model or self._step.model, ids, attention_mask, generation_config, decoding)
 
-    def run_to_end(self, prompts: Prompts, settings: Decoding) -> torch.Tensor:
+    def run_to_end(self, prompts: Prompts, settings: Decoding, overflow: str | None = None) -> torch.Tensor:
         """:meth:`generate` for a call that has been read by :func:`read_call`."""
-        new = [tokens[:, None] for tokens in self.run(prompts, settings)]
+        new = [tokens[:, None] for tokens in self.run(prompts, settings, overflow)]
         return torch.cat([prompts.ids, *new], dim=1)
 
-    def run(self, prompts: Prompts, settings: Decoding) -> Iterator[torch.Tensor]:
+    def run(self, prompts: Prompts, settings: Decoding, overflow: str | None = None) -> Iterator[torch.Tensor]:
         """:meth:`stream` for a call that has been read by :func:`read_call`."""
         if prompts.batch > self.batch_size:
             raise ValueError(
                 f"ids has {prompts.batch} prompts, more than the session's batch_size of {self.batch_size}; "
                 "make a session with a larger batch_size or split the call"
             )
+        policy = self.overflow if overflow is None else self._read_overflow(overflow)
         remedy = "make a session with a larger max_length"
-        return self._tokens(prompts, settings, new_token_count(prompts, settings, self.max_length, remedy))
+        new_tokens = new_token_count(prompts, settings, self.max_length, policy, remedy)
+        return self._tokens(prompts, settings, new_tokens, self.max_length if policy == "slide" else None)
 
-    def _tokens(self, prompts: Prompts, settings: Decoding, new_tokens: int) -> Generator[torch.Tensor, None, None]:
+    def _read_overflow(self, overflow: str) -> str:
+        cls = layout_class(self.layout)
+        policy = read_overflow(overflow, self.layout, cls)
+        if not cls.recomputes:
+            require_positions(self._step, self.max_length, policy, self._capacity)
+        return policy
+
+    def _tokens(
+        self, prompts: Prompts, settings: Decoding, new_tokens: int, window: int | None
+    ) -> Generator[torch.Tensor, None, None]:
         """The loop: prefill, then choose a token, hand it out, run one step; until all rows have ended."""
         with _Hold(self) as hold:
-            call, logits = self._begin(prompts, settings, new_tokens)
+            call, logits = self._begin(prompts, settings, new_tokens, window)
             while True:
                 yield self._choose(call, logits)
                 hold.resume()
@@ -186,10 +263,12 @@ class Session:
     # round. Tensors made in that mode cannot be written outside it, so that none of ours is made in it.
 
     @torch.inference_mode(False)
-    def _begin(self, prompts: Prompts, settings: Decoding, new_tokens: int) -> tuple[Call, torch.Tensor]:
+    def _begin(
+        self, prompts: Prompts, settings: Decoding, new_tokens: int, window: int | None
+    ) -> tuple[Call, torch.Tensor]:
         call = Call(prompts, settings, self.batch_size, new_tokens)
         self.stats.last = call.stats
-        return call, self._prefill(prompts)
+        return call, self._context.prefill(prompts.rows, window)
 
     @torch.inference_mode(False)
     def _choose(self, call: Call, logits: torch.Tensor) -> torch.Tensor:
@@ -198,68 +277,9 @@ class Session:
     @torch.inference_mode(False)
     def _decode(self, call: Call) -> torch.Tensor:
         start = time.perf_counter()
-        self._caches.settle()
-        logits = self._run(call.token_ids, call.position_ids)
+        logits = self._context.decode(call.token_ids, call.position_ids)
         call.advance(time.perf_counter() - start)
         return logits
-
-    def _new_caches(self, layout: type[Layout]) -> SizedCaches:
-        spec, turned = self._step.cache_spec, self.backend.form.transposed_keys
-        try:
-            return SizedCaches(spec, self.batch_size, self.cache_sizes, layout, turned)
-        except (RuntimeError, MemoryError, ValueError) as error:
-            gigabytes = sum(spec.nbytes(self.batch_size, size) for size in self.cache_sizes) / 1e9
-            raise MemoryError(
-                f"the cache for max_length={self.max_length} and batch_size={self.batch_size} needs {gigabytes:.3g} GB, "
-                "which this machine does not give; lower either"
-            ) from error
-
-    def _prefill(self, prompts: Prompts) -> torch.Tensor:
-        """Fill the cache from empty, chunk by chunk; logits [batch_size, V] of the last prompt token."""
-        self._caches.clear()
-        chunks = plan_chunks(prompts.longest, self.prefill_buckets)
-        width = sum(chunks)
-        ids = torch.zeros(self.batch_size, width, dtype=torch.int64, device="cpu")
-        positions = torch.full_like(ids, EMPTY)
-        for index, row in enumerate(prompts.rows):
-            ids[index, width - len(row) :] = row
-            positions[index, width - len(row) :] = torch.arange(len(row), device="cpu")
-        padding = width - prompts.longest  # columns that are padding in every row take no slot
-        start = 0
-        for size in chunks:
-            columns = slice(start, start + size)
-            logits = self._run(ids[:, columns], positions[:, columns], skip=max(0, padding - start))
-            start += size
-        return logits
-
-    def _run(self, token_ids: torch.Tensor, position_ids: torch.Tensor, skip: int = 0) -> torch.Tensor:
-        """Replay the program of this size and write its keys and values, but for the first ``skip`` columns."""
-        program = self._program(token_ids.shape[1], self._caches.length)
-        logits, new = program(token_ids, position_ids, self._caches.current)
-        self.stats.replays += 1
-        if np.isnan(logits.numpy().max(axis=1)).any():  # in this thread, like the argmax of a Sampler
-            self._caches.zero_()  # NaN in a stale slot would survive a weight of 0
-            raise ArithmeticError(
-                f"the step {program.shape} gave NaN logits on {self.backend.description}; check that the model's "
-                f"weights are finite, and its range in {self._step.dtype}"
-            )
-        self._caches.write(new, position_ids, skip)
-        return logits
-
-    def _program(self, tokens: int, cache_length: int) -> Program:
-        """The program for a step of this size; compiled during warm-up, looked up afterwards."""
-        shape = StepShape(self.batch_size, tokens, cache_length)
-        if shape not in self._programs:
-            if self._warm:
-                sizes = ", ".join(map(str, self._programs))
-                raise RecompileError(
-                    f"the step {shape} is not among those compiled: {sizes}; nothing compiles after warm-up"
-                )
-            start = time.perf_counter()
-            self._programs[shape] = self.backend.compile(self._step, shape)
-            self.stats.compiles += 1
-            self.stats.compile_seconds += time.perf_counter() - start
-        return self._programs[shape]
 
 
 class _Hold:
@@ -308,82 +328,3 @@ def read_call(
         eos_token_ids=settings.eos_token_ids,
     )
     return prompts, settings
-
-
-def new_token_count(prompts: Prompts, settings: Decoding, capacity: int, remedy: str = "raise max_length") -> int:
-    """How many tokens to make at most, in buffers of ``capacity`` tokens a row.
-
-    ``max_length`` is a limit for prompt and new tokens together; ``max_new_tokens`` says how many. Lengths
-    that only the model's generation_config sets are cut to what fits. ``remedy`` is what can be done about the
-    capacity.
-
-    Raises:
-        ValueError: the prompt, or the prompt and the tokens asked for, do not fit.
-    """
-    limit = capacity
-    if settings.max_length is not None and (settings.max_length <= capacity or not settings.lengths_are_own):
-        limit = settings.max_length
-        if limit > capacity:
-            raise ValueError(
-                f"max_length={limit} is more than the session's max_length of {capacity}, for which it is compiled; "
-                "make a session with a larger max_length"
-            )
-    remedy = remedy if limit == capacity else "raise max_length"
-    if prompts.width >= limit:
-        row = max(range(prompts.batch), key=lambda index: len(prompts.rows[index]))
-        raise ValueError(
-            f"ids has {prompts.width} tokens (row {row} is the longest) and max_length is {limit}: max_length counts the "
-            f"prompt, so it must be at least {prompts.width + 1}; shorten the prompt or {remedy}"
-        )
-    room = limit - prompts.width
-    if settings.max_new_tokens is None:
-        return room
-    if settings.max_new_tokens > room and not settings.lengths_are_own:
-        raise ValueError(
-            f"ids has {prompts.width} tokens and max_new_tokens is {settings.max_new_tokens}: together "
-            f"{prompts.width + settings.max_new_tokens}, more than max_length={limit}; {remedy} or lower max_new_tokens"
-        )
-    return min(settings.max_new_tokens, room)
-
-
-def require_positions(step: Step, max_length: int) -> None:
-    """Refuse a ``max_length`` for which the model has no positions (the last token is never fed)."""
-    limit = step.position_limit
-    if limit is not None and max_length - 1 > limit:
-        raise ValueError(
-            f"max_length (prompt and new tokens together) is {max_length}, but model_type "
-            f"{step.model.config.model_type!r} has {limit} positions; use max_length={limit + 1} or less"
-        )
-
-
-def fit_buckets(given: Sequence[int] | None, default: Sequence[int], max_length: int) -> tuple[int, ...]:
-    """The sizes of prefill steps, ascending: those given, or those of the default that ``max_length`` holds."""
-    if given is None:
-        return tuple(size for size in default if size <= max_length) or (max_length,)
-    sizes = _whole_numbers("prefill_buckets", given, max_length)
-    if not sizes:
-        raise ValueError("prefill_buckets is [], expected at least one size")
-    return tuple(sorted(set(sizes)))
-
-
-def _fit_cache_sizes(given: Sequence[int] | None, default: Sequence[int], max_length: int) -> tuple[int, ...]:
-    if given is None:
-        return (*(size for size in default if size <= max_length // 2), max_length)
-    sizes = _whole_numbers("cache_sizes", given, max_length)
-    return tuple(sorted({*sizes, max_length}))
-
-
-def _whole_numbers(name: str, given: Any, most: int) -> list[int]:
-    if not isinstance(given, Sequence) or isinstance(given, str) or not all(_is_count(size, 1, most) for size in given):
-        raise ValueError(f"{name} is {given!r}, expected a list of whole numbers from 1 to max_length={most}")
-    return [int(size) for size in given]
-
-
-def _require_count(name: str, value: Any, least: int) -> int:
-    if not _is_count(value, least):
-        raise ValueError(f"{name} is {value!r}, expected a whole number of at least {least}")
-    return int(value)
-
-
-def _is_count(value: Any, least: int, most: float = math.inf) -> bool:
-    return is_int(value) and least <= int(value) <= most

@@ -1,7 +1,7 @@
 """The sizes a session is compiled for, as plain frozen values.
 
 Letters used in every docstring of the package: B batch rows, T tokens of one step, L cache slots,
-V vocabulary, H query heads, K key/value heads, D head size, N layers.
+V vocabulary, H query heads, K key/value heads, D head size, N layers that cache, G windows among them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+EMPTY = -1  # the position of a slot without a token, and of a token that is padding
 
 
 @dataclass(frozen=True)
@@ -42,24 +44,51 @@ class StepForm:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one layer caches for a token: ``heads`` keys of ``key_dim`` and values of ``value_dim`` numbers."""
+    """What one layer caches for a token: ``heads`` keys of ``key_dim`` and values of ``value_dim`` numbers.
+
+    Attributes:
+        window: a query sees this many positions at most, its own included, so that older ones need no
+            slot; None for all.
+    """
 
     heads: int
     key_dim: int
     value_dim: int
+    window: int | None = None
+
+    def slots(self, cache_length: int) -> int:
+        """Slots of this layer in a cache of ``cache_length``."""
+        return slots_of(self.window, cache_length)
+
+
+def slots_of(window: int | None, cache_length: int) -> int:
+    """Slots that layers of this window have in a cache of ``cache_length``."""
+    return cache_length if window is None else min(window, cache_length)
 
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What a model caches: one :class:`LayerSpec` per layer, and the dtype of keys and values."""
+    """What a model caches: one :class:`LayerSpec` per layer with keys and values of its own, and their dtype."""
 
     layers: tuple[LayerSpec, ...]
     dtype: torch.dtype
 
-    def nbytes(self, batch: int, length: int) -> int:
-        """Bytes of keys and values for ``batch`` rows of ``length`` slots."""
-        numbers = sum(layer.heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
-        return numbers * batch * length * self.dtype.itemsize
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The windows that occur, each once, in the order of the layers; G of them."""
+        return tuple(dict.fromkeys(layer.window for layer in self.layers))
+
+    @property
+    def longest(self) -> int | None:
+        """Slots beyond which no layer needs more; None when a layer sees everything."""
+        return None if None in self.windows else max(window for window in self.windows if window)
+
+    def nbytes(self, batch: int, cache_length: int) -> int:
+        """Bytes of keys and values of a cache of ``cache_length`` slots, for ``batch`` rows."""
+        numbers = sum(
+            layer.heads * (layer.key_dim + layer.value_dim) * layer.slots(cache_length) for layer in self.layers
+        )
+        return numbers * batch * self.dtype.itemsize
 
 
 def plan_chunks(prompt_length: int, buckets: Sequence[int]) -> list[int]:

@@ -1,6 +1,6 @@
 """The step: one forward pass of a transformers model at a fixed size.
 
-    step(token_ids [B, T], position_ids [B, T], slot_positions [B, L], past keys, past values)
+    step(token_ids [B, T], position_ids [B, T], first_positions [B, T], slot_positions, past keys, past values)
         -> logits [B, V] of the last token, new keys, new values
 
 Prefill, a chunk of a long prompt and decode are this one function at different sizes. It returns only
@@ -22,10 +22,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from staticgen.attention import ATTENTION_NAME, StepCache, register_attention
-from staticgen.cache import EMPTY, KVBuffers
+from staticgen.attention import ATTENTION_NAME, Past, StepCache, register_attention
+from staticgen.cache import KVBuffers
 from staticgen.errors import UnsupportedModelError
-from staticgen.shapes import CacheSpec, LayerSpec, StepForm, StepShape
+from staticgen.legacy import adapt_legacy_attention
+from staticgen.rotary import Rotation, find_rotation
+from staticgen.shapes import EMPTY, CacheSpec, LayerSpec, StepForm, StepShape, slots_of
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Rotary embeddings whose frequencies change with the length of the text; a compiled step holds the
@@ -65,11 +67,16 @@ class Step(nn.Module):
         self.form = form
         self.stamp = model_stamp(model)
         self.logits_size = 0
+        self._caching: list[int] = []  # layers with keys and values of their own, by their index in the model
         self.model = _clone_sharing_weights(model)
-        self.model.set_attn_implementation(ATTENTION_NAME)
+        legacy = adapt_legacy_attention(self.model)
+        if legacy is None:
+            self.model.set_attn_implementation(ATTENTION_NAME)
+        self._legacy_arguments = legacy or {}
         parameters = inspect.signature(type(model).forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._takes_positions = "position_ids" in parameters  # not where ALiBi is all that tells positions
         self.position_limit: int | None = None
         self.cache_spec = self._probe(model)
 
@@ -92,40 +99,83 @@ class Step(nn.Module):
         self,
         token_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        slot_positions: torch.Tensor,
-        *past: torch.Tensor,
+        first_positions: torch.Tensor,
+        *cache: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """One step.
 
         Args:
             token_ids: int64 [B, T].
             position_ids: int64 [B, T], -1 where a token is padding.
-            slot_positions: int64 [B, L], -1 where a slot is empty.
-            past: keys of the N layers, then values of the N layers.
+            first_positions: int64 [B, T], the first position that each token may see.
+            cache: slot_positions int64 [B, slots] of the G windows, -1 where a slot is empty; then past keys of
+                the N layers, then their past values.
 
         Returns:
             logits float32 [B, V] of the last token, new keys [B, K, T, D] of the N layers, new values.
         """
-        half = len(past) // 2
-        cache = StepCache(position_ids, slot_positions, past[:half], past[half:], self.form)
-        logits = self._run(token_ids, position_ids, cache)
-        return (logits, *_in_layer_order(cache.new_keys), *_in_layer_order(cache.new_values))
+        groups = len(self.cache_spec.windows)
+        slots, keys, values = cache[:groups], cache[groups : groups + self.layers], cache[groups + self.layers :]
+        step_cache = StepCache(self.form, position_ids, first_positions, self._past(slots, keys, values))
+        logits = self._run(token_ids, position_ids, step_cache)
+        return (logits, *_in_layer_order(step_cache.new_keys), *_in_layer_order(step_cache.new_values))
 
     def example_inputs(self, shape: StepShape) -> tuple[torch.Tensor, ...]:
         """Inputs of the right sizes for ``shape``, with an empty cache, to trace or warm up with."""
         ids = torch.zeros(shape.batch, shape.tokens, dtype=torch.int64, device="cpu")
-        slots = torch.full((shape.batch, shape.cache_length), EMPTY, dtype=torch.int64, device="cpu")
-        past = KVBuffers(self.cache_spec, shape.batch, shape.cache_length, self.form.transposed_keys)
+        slots = [
+            torch.full((shape.batch, slots_of(window, shape.cache_length)), EMPTY, dtype=torch.int64, device="cpu")
+            for window in self.cache_spec.windows
+        ]
+        past = KVBuffers(self.cache_spec, shape.batch, shape.cache_length, self.form.transposed_keys, windowed=True)
         positions = torch.arange(shape.tokens, device="cpu").expand(shape.batch, -1).contiguous()
-        return (ids, positions, slots, *past.keys, *past.values)
+        return (ids, positions, torch.zeros_like(ids), *slots, *past.keys, *past.values)
+
+    @torch.no_grad()
+    def rotations(self) -> list[Rotation | None]:
+        """How the keys of each caching layer turn with their position; None for a layer where they do not.
+
+        Raises:
+            UnsupportedModelError: they change in another way than by a rotary embedding.
+        """
+        ids = torch.tensor([[1], [2], [5], [7]], device="cpu") % self.vocab_size
+        keys = {}
+        for position in (0, 1, 5):  # within any model's trained length
+            cache = StepCache(self.form, torch.full_like(ids, position))
+            self._run(ids, torch.full_like(ids, position), cache)
+            keys[position] = _in_layer_order(cache.new_keys)
+        tables = [table for name, table in self.model.named_buffers() if name.endswith("inv_freq")]
+        found: list[Rotation | None] = []
+        for index in range(self.layers):
+            at = [(position, layers[index].transpose(1, 2).flatten(0, 1)) for position, layers in keys.items()]
+            try:
+                found.append(find_rotation(at, tables, 1e-4 if self.dtype == torch.float32 else 0.03))
+            except LookupError as error:
+                raise UnsupportedModelError(
+                    f"model_type {self.model.config.model_type!r} cannot move its cached keys to other positions: {error}"
+                ) from error
+        return found
+
+    def _past(
+        self, slots: Sequence[torch.Tensor], keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+    ) -> dict[int, Past]:
+        """What the cache holds, by the index that a layer has in the model."""
+        windows = self.cache_spec.windows
+        past = {}
+        for index, spec, key, value in zip(self._caching, self.cache_spec.layers, keys, values, strict=True):
+            group = windows.index(spec.window)
+            past[index] = Past(key, value, slots[group], group)
+        return past
 
     def _run(self, token_ids: torch.Tensor, position_ids: torch.Tensor, cache: StepCache) -> torch.Tensor:
+        positions = {"position_ids": position_ids.clamp(min=0)} if self._takes_positions else {}
         output = self.model(
             input_ids=token_ids,
-            position_ids=position_ids.clamp(min=0),
             use_cache=True,
+            **positions,
             **{self._cache_argument: cache},
             **self._last_logits_only,
+            **self._legacy_arguments,
         )
         return output.logits[:, -1].float()
 
@@ -134,15 +184,14 @@ class Step(nn.Module):
         cut = ids.shape[1] // 2
         padding = torch.full((1, 2), EMPTY, device="cpu")
         padded = torch.cat([padding, positions[:, :cut]], dim=1)
-        first = StepCache(padded, positions[:, :0], (), (), self.form)
+        first = StepCache(self.form, padded)
         self._run(torch.cat([padding * 0, ids[:, :cut]], dim=1), padded, first)
         order = torch.arange(cut + 1, -1, -1, device="cpu")
-        keys = [key[:, :, order] for key in _in_layer_order(first.new_keys)]
-        if self.form.transposed_keys:
-            keys = [key.transpose(2, 3) for key in keys]
-        values = [value[:, :, order] for value in _in_layer_order(first.new_values)]
-        second = StepCache(positions[:, cut:], padded[:, order], keys, values, self.form)
-        return self._run(ids[:, cut:], positions[:, cut:], second)
+        past = {}
+        for index, key in first.new_keys.items():
+            keys = key[:, :, order].transpose(2, 3) if self.form.transposed_keys else key[:, :, order]
+            past[index] = Past(keys, first.new_values[index][:, :, order], padded[:, order], 0)
+        return self._run(ids[:, cut:], positions[:, cut:], StepCache(self.form, positions[:, cut:], None, past))
 
     @torch.no_grad()
     def _probe(self, model: PreTrainedModel) -> CacheSpec:
@@ -158,14 +207,14 @@ class Step(nn.Module):
                 f"model_type {model.config.model_type!r} cannot run as a static step: {reason}"
             )
 
-        window = getattr(config, "sliding_window", None)
+        window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
         # With a small window, enough tokens to see its edge.
         tokens = max(_PROBE_TOKENS, window + 3) if window is not None and window < 64 else _PROBE_TOKENS
         limit = position_limit(model)
         tokens = tokens if limit is None else min(tokens, limit)
         positions = torch.arange(tokens, device="cpu")[None]
         ids = (positions * 7 + 1).remainder(self.vocab_size)
-        cache = StepCache(positions, positions[:, :0], (), (), self.form)
+        cache = StepCache(self.form, positions)
         try:
             logits = self._run(ids, positions, cache)
             again = self._run_in_two_steps(ids, positions)
@@ -176,10 +225,10 @@ class Step(nn.Module):
                 f"its forward fails with keys and values kept apart ({type(error).__name__}: {error})"
             ) from error
         layers = config.num_hidden_layers
-        routed = set(cache.windows) & set(cache.new_keys)
-        if routed != set(range(layers)):
+        unrouted = set(range(layers)) - set(cache.windows) | set(cache.new_keys) - set(cache.windows)
+        if unrouted:
             raise refusal(
-                f"{layers - len(routed)} of its {layers} layers do not use attention through transformers' "
+                f"{len(unrouted)} of its {layers} layers do not use attention through transformers' "
                 "AttentionInterface and Cache"
             )
         for index, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
@@ -192,7 +241,7 @@ class Step(nn.Module):
         if not torch.isfinite(expected).all():
             raise refusal("its logits are not finite; check that its weights are")
         scale = expected.abs().max().item()
-        tolerance = 1e-4 if cache.new_keys[0].dtype == torch.float32 else 0.1
+        tolerance = 1e-4 if next(iter(cache.new_keys.values())).dtype == torch.float32 else 0.1
         for found, how in ((logits, "in one step"), (again, "in two steps with padding")):
             difference = (found - expected).abs().max().item()
             if not difference <= tolerance * max(scale, 1e-6):
@@ -201,16 +250,20 @@ class Step(nn.Module):
                     "so it does more than its attention is told"
                 )
         self.position_limit = limit
-        unseen = window or getattr(config, "attention_chunk_size", None)
+        unseen = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
         if unseen and not getattr(config, "layer_types", None) and not any(cache.windows.values()):
             # A window that the model keeps to itself: right as long as the text is shorter.
             self.position_limit = unseen if limit is None else min(limit, unseen)
         self.logits_size = logits.shape[1]
-        sizes = tuple(
-            LayerSpec(key.shape[1], key.shape[3], value.shape[3])
-            for key, value in zip(_in_layer_order(cache.new_keys), _in_layer_order(cache.new_values), strict=True)
-        )
-        return CacheSpec(sizes, cache.new_keys[0].dtype)
+        self._caching = sorted(cache.new_keys)
+        specs = []
+        for index in self._caching:
+            key, value = cache.new_keys[index], cache.new_values[index]
+            # Layers that read another one's keys and values need what they see of them, too.
+            readers = [cache.windows[reader] for reader, source in cache.sources.items() if source == index]
+            reach = None if None in readers else max(reader for reader in readers if reader)
+            specs.append(LayerSpec(key.shape[1], key.shape[3], value.shape[3], reach))
+        return CacheSpec(tuple(specs), cache.new_keys[self._caching[0]].dtype)
 
 
 # The steps of each model, one per form. A step refers to a copy of the model's modules, not to the model, so

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from staticgen.attention import MASKED, StepCache, static_attention
+from staticgen.attention import MASKED, Past, StepCache, static_attention
 from staticgen.shapes import StepForm
 
 FORMS = [StepForm(attention, turned) for attention in ("split", "concat") for turned in (False, True)]
@@ -16,7 +16,7 @@ class Layer(torch.nn.Module):
 def attend(form, query, past, new, positions, slots, **arguments):
     past_key, past_value = past
     past_key = past_key.transpose(2, 3).contiguous() if form.transposed_keys else past_key
-    cache = StepCache(positions, slots, [past_key], [past_value], form)
+    cache = StepCache(form, positions, None, {0: Past(past_key, past_value, slots, 0)})
     key, value = cache.update(*new, 0)
     return static_attention(Layer(), query, key, value, None, **arguments)[0]
 

@@ -148,7 +148,7 @@ def test_what_a_compiler_refuses_is_said_in_its_words(tiny_llama):
 def test_fp32_is_fp32(tiny_llama):
     """C60: none of the CPU plugin's reduced precision defaults, unless asked for."""
     session = Session(tiny_llama, max_length=64, batch_size=3, backend="openvino")
-    used = session._programs[StepShape(3, 1, 64)]._request.get_compiled_model()
+    used = session._programs._programs[StepShape(3, 1, 64)]._request.get_compiled_model()
     assert used.get_property("INFERENCE_PRECISION_HINT") == ov.Type.f32
     assert used.get_property("KV_CACHE_PRECISION") == ov.Type.f32
     assert used.get_property("DYNAMIC_QUANTIZATION_GROUP_SIZE") == 0

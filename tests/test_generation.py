@@ -163,7 +163,7 @@ def test_sessions_are_bounded_and_die_with_their_model(backend):
     assert [session.max_length for session in kept] == list(range(18, 18 + SESSIONS_PER_MODEL))
     session = kept.pop()
     assert session.stats.replays > 0
-    watched = [weakref.ref(thing) for thing in (model, session, session._caches.current, session._step)]
+    watched = [weakref.ref(thing) for thing in (model, session, session._context._caches.current, session._step)]
     del model, session, kept
     gc.collect()
     assert [ref() for ref in watched] == [None] * 4
@@ -172,7 +172,7 @@ def test_sessions_are_bounded_and_die_with_their_model(backend):
 def test_a_session_frees_its_cache(tiny_llama, backend):
     session = staticgen.Session(tiny_llama, max_length=64, **backend)
     session.generate([5, 6])
-    cache = weakref.ref(session._caches.current)
+    cache = weakref.ref(session._context._caches.current)
     del session
     gc.collect()
     assert cache() is None
@@ -202,7 +202,7 @@ def test_a_model_can_be_copied_and_pickled_after_use(model):
         ({"attention_mask": [[1]]}, "shape"),
         ({"max_length": 2}, "max_length is 2"),
         ({"backend": "tpu"}, "unknown backend 'tpu'"),
-        ({"layout": "sink"}, "unknown layout 'sink'"),
+        ({"layout": "pages"}, "unknown layout 'pages'"),
         ({"num_beams": 2}, "num_beams"),
     ],
     ids=str,

@@ -81,13 +81,13 @@ def test_positions_advance_by_one(tiny_llama):
     """C02."""
     session = Session(tiny_llama, max_length=64, backend="eager")
     seen, shape = [], StepShape(1, 1, 64)
-    program = session._programs[shape]
+    program = session._programs._programs[shape]
 
-    def spy(token_ids, position_ids, cache):
+    def spy(token_ids, position_ids, *rest):
         seen.append(position_ids[0, 0].item())
-        return program(token_ids, position_ids, cache)
+        return program(token_ids, position_ids, *rest)
 
-    session._programs[shape] = spy
+    session._programs._programs[shape] = spy
     session.generate(random_prompt(5), max_new_tokens=24)
     assert seen == list(range(5, 28))
 
@@ -100,13 +100,13 @@ def test_the_cache_grows_with_what_is_live(tiny_llama, backend, layout):
     )
     assert session.cache_sizes == (8, 13, 24, 48)
     assert session.stats.compiles == 2 + 4
-    ran, original = [], session._program
+    ran, original = [], session._programs.run
 
-    def spy(tokens, cache_length):
-        ran.append((tokens, cache_length))
-        return original(tokens, cache_length)
+    def spy(token_ids, position_ids, first_positions, cache):
+        ran.append((token_ids.shape[1], cache.length))
+        return original(token_ids, position_ids, first_positions, cache)
 
-    session._program = spy
+    session._programs.run = spy
     for length in (1, 7, 8, 12, 13, 24, 40, 2):
         prompts = [random_prompt(length), random_prompt(max(1, length - 5), seed=1)]
         ran.clear()

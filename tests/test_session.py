@@ -42,9 +42,10 @@ def test_cache_sizes_of_the_target_are_taken_up_to_half_of_max_length(tiny_llama
 def test_a_size_that_is_not_compiled_is_refused(tiny_llama):
     session = Session(tiny_llama, max_length=32, prefill_buckets=[8], backend="eager")
     with pytest.raises(RecompileError, match=r"\[batch 1, tokens 5, cache 32\] is not among .*tokens 8"):
-        session._program(5, 32)
+        session._programs.run(*torch.zeros(3, 1, 5, dtype=torch.int64), session._context._caches.current)
+    program = session._programs._programs[StepShape(1, 1, 32)]
     with pytest.raises(ValueError, match=r"token_ids: this program replays int64 \[1, 1\], got torch.int64 \[1, 2\]"):
-        session._program(1, 32)(*torch.zeros(2, 1, 2, dtype=torch.int64), session._caches.current)
+        program(*torch.zeros(3, 1, 2, dtype=torch.int64), session._context._caches.current)
 
 
 def test_lengths(tiny_llama):
@@ -115,18 +116,18 @@ def test_nan_is_an_error_that_leaves_nothing_behind(tiny_llama):
     prompt = random_prompt(5)
     expected = session.generate(prompt, max_new_tokens=8)
     shape = StepShape(1, 1, 32)
-    program = session._programs[shape]
+    program = session._programs._programs[shape]
 
     def broken(*inputs):
         logits, new = program(*inputs)
-        session._caches.current.buffers.values[0].fill_(float("nan"))
+        session._context._caches.current.buffers.values[0].fill_(float("nan"))
         return logits.fill_(float("nan")), new
 
     broken.shape = shape
-    session._programs[shape] = broken
+    session._programs._programs[shape] = broken
     with pytest.raises(ArithmeticError, match="NaN logits on eager"):
         session.generate(prompt, max_new_tokens=8)
-    session._programs[shape] = program
+    session._programs._programs[shape] = program
     assert torch.equal(session.generate(prompt, max_new_tokens=8), expected)
 
 
@@ -297,7 +298,7 @@ def test_threads_on_one_session_take_turns(tiny_llama, backend):
         ({"max_length": 1}, ValueError, "max_length is 1"),
         ({"max_length": "64"}, ValueError, "max_length is '64'"),
         ({"batch_size": 0}, ValueError, "batch_size is 0"),
-        ({"layout": "rign"}, ValueError, "unknown layout 'rign': expected one of shift, ring"),
+        ({"layout": "rign"}, ValueError, "unknown layout 'rign': expected one of ring, shift, sink, none"),
         ({"backend": "tpu"}, ValueError, "unknown backend 'tpu': expected one of auto, eager, openvino, npu"),
         ({"backend": None}, ValueError, "unknown backend None"),
         ({"prefill_buckets": [128]}, ValueError, r"prefill_buckets is \[128\].*1 to max_length=64"),

@@ -7,7 +7,6 @@ import transformers as tf
 
 from staticgen import UnsupportedModelError
 from staticgen.cache import KVCache
-from staticgen.layouts import Ring
 from staticgen.shapes import StepForm, StepShape
 from staticgen.step import Step, position_limit, step_for
 
@@ -76,15 +75,14 @@ def test_the_cache_spec_is_measured():
     spec = Step(models.gemma3(), FORMS[0]).cache_spec
     assert len(spec.layers) == 6
     assert {(layer.heads, layer.key_dim, layer.value_dim) for layer in spec.layers} == {(2, 16, 16)}
+    assert [layer.window for layer in spec.layers] == [8] * 5 + [None]
+    assert spec.windows == (8, None)
+    assert spec.nbytes(batch=1, cache_length=64) == (5 * 8 + 64) * 2 * 2 * 16 * 4
 
 
 @pytest.mark.parametrize(
     ("model_class", "config"),
     [
-        (tf.BloomForCausalLM, tf.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=128)),
-        (tf.MptForCausalLM, tf.MptConfig(d_model=64, n_layers=2, n_heads=4, vocab_size=128)),
-        (tf.FalconForCausalLM, tf.FalconConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128, alibi=True)),
-        (tf.GPTNeoForCausalLM, tf.GPTNeoConfig(hidden_size=64, num_layers=2, num_heads=4, vocab_size=128, attention_types=[[["global", "local"], 1]])),
         (tf.MambaForCausalLM, tf.MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=128)),
         (tf.T5ForConditionalGeneration, tf.T5Config(d_model=64, num_layers=2, num_heads=4, vocab_size=128)),
         (tf.BertForMaskedLM, tf.BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)),
@@ -144,14 +142,15 @@ def test_a_step_is_made_once_for_the_same_weights_and_again_for_others(tiny_llam
 def test_chunks_and_single_tokens_give_the_logits_of_the_whole(tiny_llama):
     step = Step(tiny_llama, StepForm("split", True))
     prompt = models.random_prompt(11)
-    cache, layout = KVCache(step.cache_spec, 1, 16, True), Ring(16)
+    cache = KVCache(step.cache_spec, 1, 16, transposed_keys=True)
     from staticgen.backends.eager import EagerProgram
 
     done = 0
     for count in (4, 1, 6):
         program = EagerProgram(step, StepShape(1, count, 16))
         positions = torch.arange(done, done + count)[None]
-        logits, new = program(torch.tensor([prompt[done : done + count]]), positions, cache)
-        cache.write(layout.place(count), new, positions)
+        ids = torch.tensor([prompt[done : done + count]])
+        logits, new = program(ids, positions, torch.zeros_like(ids), cache)
+        cache.write(new, positions)
         done += count
         torch.testing.assert_close(logits, tiny_llama(torch.tensor([prompt[:done]])).logits[:, -1])

@@ -23,13 +23,18 @@ class Program(ABC):
         self.shape = shape
 
     def __call__(
-        self, token_ids: torch.Tensor, position_ids: torch.Tensor, cache: KVCache
+        self,
+        token_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        first_positions: torch.Tensor,
+        cache: KVCache,
     ) -> tuple[torch.Tensor, KVBuffers]:
         """Run the step once.
 
         Args:
             token_ids: int64 [B, T].
             position_ids: int64 [B, T], -1 where a token is padding.
+            first_positions: int64 [B, T], the first position that each token may see.
             cache: with B rows and L slots; read, not written.
 
         Returns:
@@ -39,20 +44,19 @@ class Program(ABC):
             ValueError: an input has not the size or dtype that the program was compiled for.
         """
         expected = (self.shape.batch, self.shape.tokens)
-        for name, tensor in (("token_ids", token_ids), ("position_ids", position_ids)):
+        inputs = {"token_ids": token_ids, "position_ids": position_ids, "first_positions": first_positions}
+        for name, tensor in inputs.items():
             if tuple(tensor.shape) != expected or tensor.dtype != torch.int64:
                 raise ValueError(
                     f"{name}: this program replays int64 {list(expected)}, got {tensor.dtype} {list(tensor.shape)}"
                 )
-        slots = (self.shape.batch, self.shape.cache_length)
-        if tuple(cache.slot_positions.shape) != slots:
-            raise ValueError(f"cache: this program replays {list(slots)} slots, got {list(cache.slot_positions.shape)}")
-        return self._run(token_ids, position_ids, cache)
+        slots, held = (self.shape.batch, self.shape.cache_length), (cache.buffers.batch, cache.length)
+        if held != slots:
+            raise ValueError(f"cache: this program replays {list(slots)} slots, got {list(held)}")
+        return self._run((token_ids, position_ids, first_positions), cache)
 
     @abstractmethod
-    def _run(
-        self, token_ids: torch.Tensor, position_ids: torch.Tensor, cache: KVCache
-    ) -> tuple[torch.Tensor, KVBuffers]: ...
+    def _run(self, inputs: tuple[torch.Tensor, ...], cache: KVCache) -> tuple[torch.Tensor, KVBuffers]: ...
 
 
 class Backend(ABC):

@@ -22,11 +22,8 @@ class EagerProgram(Program):
         self._new = KVBuffers(step.cache_spec, shape.batch, shape.tokens)
 
     @torch.no_grad()
-    def _run(
-        self, token_ids: torch.Tensor, position_ids: torch.Tensor, cache: KVCache
-    ) -> tuple[torch.Tensor, KVBuffers]:
-        past = (*cache.buffers.keys, *cache.buffers.values)
-        logits, *new = self._step(token_ids, position_ids, cache.slot_positions, *past)
+    def _run(self, inputs: tuple[torch.Tensor, ...], cache: KVCache) -> tuple[torch.Tensor, KVBuffers]:
+        logits, *new = self._step(*inputs, *cache.slot_positions, *cache.buffers.keys, *cache.buffers.values)
         for buffer, tensor in zip((*self._new.keys, *self._new.values), new, strict=True):
             buffer.copy_(tensor)
         return logits, self._new

@@ -41,26 +41,24 @@ class OpenVINOProgram(Program):
     def __init__(self, compiled: ov.CompiledModel, step: Step, shape: StepShape):
         super().__init__(shape)
         self._request = compiled.create_infer_request()
-        self._token_ids = torch.zeros(shape.batch, shape.tokens, dtype=torch.int64, device="cpu")
-        self._position_ids = torch.zeros_like(self._token_ids)
+        size = (shape.batch, shape.tokens)
+        self._inputs = [torch.zeros(size, dtype=torch.int64, device="cpu") for _ in range(3)]
         self._logits = torch.zeros(shape.batch, step.logits_size, dtype=torch.float32, device="cpu")
         self._new = KVBuffers(step.cache_spec, shape.batch, shape.tokens)
         self._cache: KVCache | None = None
-        for index, tensor in enumerate((self._token_ids, self._position_ids)):
+        for index, tensor in enumerate(self._inputs):
             self._request.set_input_tensor(index, _share(tensor))
         for index, tensor in enumerate((self._logits, *self._new.keys, *self._new.values)):
             self._request.set_output_tensor(index, _share(tensor))
 
-    def _run(
-        self, token_ids: torch.Tensor, position_ids: torch.Tensor, cache: KVCache
-    ) -> tuple[torch.Tensor, KVBuffers]:
+    def _run(self, inputs: tuple[torch.Tensor, ...], cache: KVCache) -> tuple[torch.Tensor, KVBuffers]:
         if cache is not self._cache:
-            past = (cache.slot_positions, *cache.buffers.keys, *cache.buffers.values)
-            for index, tensor in enumerate(past, start=2):
+            past = (*cache.slot_positions, *cache.buffers.keys, *cache.buffers.values)
+            for index, tensor in enumerate(past, start=len(inputs)):
                 self._request.set_input_tensor(index, _share(tensor))
             self._cache = cache
-        self._token_ids.copy_(token_ids)
-        self._position_ids.copy_(position_ids)
+        for own, given in zip(self._inputs, inputs, strict=True):
+            own.copy_(given)
         self._request.infer()
         return self._logits, self._new
 
@@ -190,7 +188,8 @@ def convert_step(step: Step) -> ov.Model:
 
 def _name_ports(model: ov.Model, step: Step) -> None:
     layers = range(step.layers)
-    inputs = ["token_ids", "position_ids", "slot_positions"]
+    inputs = ["token_ids", "position_ids", "first_positions"]
+    inputs += [f"slot_positions.{index}" for index in range(len(step.cache_spec.windows))]
     inputs += [f"past_key.{index}" for index in layers] + [f"past_value.{index}" for index in layers]
     outputs = ["logits"] + [f"new_key.{index}" for index in layers] + [f"new_value.{index}" for index in layers]
     for ports, names in ((model.inputs, inputs), (model.outputs, outputs)):

@@ -1,0 +1,170 @@
+"""What a session knows of the tokens so far when it runs the next one: a cache of them, or just the tokens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+
+from staticgen.cache import KVCache
+from staticgen.growth import SizedCaches
+from staticgen.layouts import Layout
+from staticgen.programs import Programs
+from staticgen.shapes import EMPTY, plan_chunks
+
+
+class Context(ABC):
+    """The tokens of all rows of a session. Rows are left-padded: their newest tokens stand in one column."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+
+    @abstractmethod
+    def sizes(self) -> list[tuple[int, int]]:
+        """The programs that it runs: (tokens, cache length) each."""
+
+    @abstractmethod
+    def prefill(self, rows: Sequence[torch.Tensor], window: int | None = None) -> torch.Tensor:
+        """Forget what was there and take in ``rows``, int64 [t] each.
+
+        With a ``window``, no token sees further back than that many positions, its own included, from here on.
+
+        Returns:
+            logits float32 [batch size of the session, V] of the last tokens.
+        """
+
+    @abstractmethod
+    def decode(self, token_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Take in one token of every row; int64 [B, 1] both, position -1 in rows that have ended. Logits [B, V]."""
+
+
+class CachedContext(Context):
+    """Keys and values are cached, in slots that a layout chooses.
+
+    Args:
+        programs: run the step.
+        layout: makes the layout for a number of slots.
+        buckets: tokens of prefill steps, ascending.
+        lengths: cache lengths of decode steps, ascending; prefill runs over the last.
+        max_length: tokens of a row; more than the last length where all layers have windows.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        layout: Callable[[int], Layout],
+        buckets: Sequence[int],
+        lengths: Sequence[int],
+        max_length: int,
+    ):
+        step, self._programs, self._buckets = programs.step, programs, buckets
+        whole = layout(max_length)
+        self._capacity = whole.capacity
+        rotations = None if self._capacity is None else step.rotations()
+
+        def make(length: int) -> KVCache:
+            reach = max_length if length == lengths[-1] else length
+            turned = step.form.transposed_keys
+            return KVCache(step.cache_spec, programs.batch, length, layout, turned, rotations, reach)
+
+        self._caches = SizedCaches(lengths if whole.grows else lengths[-1:], make)
+        self._window: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._caches.nbytes
+
+    def sizes(self) -> list[tuple[int, int]]:
+        lengths = self._caches.sizes
+        return [(count, lengths[-1]) for count in self._buckets] + [(1, length) for length in lengths]
+
+    def prefill(self, rows: Sequence[torch.Tensor], window: int | None = None) -> torch.Tensor:
+        self._caches.clear()
+        self._window = window
+        longest = max(map(len, rows))
+        # Beyond a layout's capacity each token must drop another first, and so takes a step of its own.
+        together = longest if self._capacity is None else min(longest, self._capacity)
+        chunks = plan_chunks(together, self._buckets) + [1] * (longest - together)
+        width = sum(chunks)
+        token_ids, position_ids = _left_padded(rows, self._programs.batch, width)
+        padding = width - longest  # columns that are padding in every row take no slot
+        start = 0
+        for size in chunks:
+            columns = slice(start, start + size)
+            logits = self._run(token_ids[:, columns], position_ids[:, columns], skip=max(0, padding - start))
+            start += size
+        return logits
+
+    def decode(self, token_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        self._caches.settle()
+        return self._run(token_ids, position_ids)
+
+    def _run(self, token_ids: torch.Tensor, position_ids: torch.Tensor, skip: int = 0) -> torch.Tensor:
+        """Run a step and keep its tokens, but for the first ``skip`` columns."""
+        cache = self._caches.current
+        position_ids = cache.make_room(position_ids)
+        first = torch.zeros_like(position_ids)
+        if self._window is not None:
+            first = (position_ids - (self._window - 1)).clamp_(min=0)
+        try:
+            logits, new = self._programs.run(token_ids, position_ids, first, cache)
+        except ArithmeticError:
+            self._caches.zero_()  # NaN in a stale slot would survive a weight of 0
+            raise
+        self._caches.write(new, position_ids, skip)
+        return logits
+
+
+class RecomputedContext(Context):
+    """Nothing is cached: every step runs the newest tokens of each row again, at positions from 0 on.
+
+    Args:
+        programs: run the step.
+        lengths: tokens of the windows, ascending; a step runs the smallest that holds the longest row, and rows
+            longer than the largest lose their oldest tokens.
+    """
+
+    def __init__(self, programs: Programs, lengths: Sequence[int]):
+        self._programs, self._lengths = programs, lengths
+        # Programs have a cache as input; this one stays empty.
+        self._nothing = KVCache(
+            programs.step.cache_spec, programs.batch, 1, transposed_keys=programs.step.form.transposed_keys
+        )
+        self._rows: list[torch.Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        return self._nothing.buffers.nbytes
+
+    def sizes(self) -> list[tuple[int, int]]:
+        return [(length, 1) for length in self._lengths]
+
+    def prefill(self, rows: Sequence[torch.Tensor], window: int | None = None) -> torch.Tensor:
+        self._rows = [row[-self._lengths[-1] :] for row in rows]
+        return self._run()
+
+    def decode(self, token_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        most = self._lengths[-1]
+        for index, row in enumerate(self._rows):
+            ended = bool(position_ids[index, 0] == EMPTY)
+            self._rows[index] = row[:0] if ended else torch.cat([row, token_ids[index]])[-most:]
+        return self._run()
+
+    def _run(self) -> torch.Tensor:
+        longest = max(map(len, self._rows))
+        width = next(length for length in self._lengths if length >= longest)
+        token_ids, position_ids = _left_padded(self._rows, self._programs.batch, width)
+        return self._programs.run(token_ids, position_ids, torch.zeros_like(position_ids), self._nothing)[0]
+
+
+def _left_padded(rows: Sequence[torch.Tensor], batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and positions, int64 [batch, width]; rows beyond those given are padding."""
+    token_ids = torch.zeros(batch, width, dtype=torch.int64, device="cpu")
+    position_ids = torch.full_like(token_ids, EMPTY)
+    for index, row in enumerate(rows):
+        token_ids[index, width - len(row) :] = row
+        position_ids[index, width - len(row) :] = torch.arange(len(row), device="cpu")
+    return token_ids, position_ids
