@@ -11,6 +11,7 @@ from staticgen.cache import KVCache
 from staticgen.growth import SizedCaches
 from staticgen.layouts import Layout
 from staticgen.programs import Programs
+from staticgen.ready import ReadyKeys
 from staticgen.shapes import EMPTY, plan_chunks
 
 
@@ -27,10 +28,13 @@ class Context(ABC):
         """The programs that it runs: (tokens, cache length) each."""
 
     @abstractmethod
-    def prefill(self, rows: Sequence[torch.Tensor], window: int | None = None) -> torch.Tensor:
+    def prefill(
+        self, rows: Sequence[torch.Tensor], window: int | None = None, ready: ReadyKeys | None = None
+    ) -> torch.Tensor:
         """Forget what was there and take in ``rows``, int64 [t] each.
 
         With a ``window``, no token sees further back than that many positions, its own included, from here on.
+        Tokens whose keys and values are ``ready`` do not run.
 
         Returns:
             logits float32 [batch size of the session, V] of the last tokens.
@@ -81,15 +85,23 @@ class CachedContext(Context):
         lengths = self._caches.sizes
         return [(count, lengths[-1]) for count in self._buckets] + [(1, length) for length in lengths]
 
-    def prefill(self, rows: Sequence[torch.Tensor], window: int | None = None) -> torch.Tensor:
+    def prefill(
+        self, rows: Sequence[torch.Tensor], window: int | None = None, ready: ReadyKeys | None = None
+    ) -> torch.Tensor:
         self._caches.clear()
         self._window = window
+        starts = [0] * len(rows)
+        if ready is not None:
+            self._caches.write(ready.buffers, ready.position_ids)
+            starts = list(ready.counts)
+            rows = [row[start:] for row, start in zip(rows, starts, strict=True)]
         longest = max(map(len, rows))
         # Beyond a layout's capacity each token must drop another first, and so takes a step of its own.
-        together = longest if self._capacity is None else min(longest, self._capacity)
+        room = longest if self._capacity is None else self._capacity - max(starts)
+        together = max(0, min(longest, room))
         chunks = plan_chunks(together, self._buckets) + [1] * (longest - together)
         width = sum(chunks)
-        token_ids, position_ids = _left_padded(rows, self._programs.batch, width)
+        token_ids, position_ids = _left_padded(rows, self._programs.batch, width, starts)
         padding = width - longest  # columns that are padding in every row take no slot
         start = 0
         for size in chunks:
@@ -142,7 +154,11 @@ class RecomputedContext(Context):
     def sizes(self) -> list[tuple[int, int]]:
         return [(length, 1) for length in self._lengths]
 
-    def prefill(self, rows: Sequence[torch.Tensor], window: int | None = None) -> torch.Tensor:
+    def prefill(
+        self, rows: Sequence[torch.Tensor], window: int | None = None, ready: ReadyKeys | None = None
+    ) -> torch.Tensor:
+        if ready is not None:
+            raise ValueError("layout 'none' keeps no keys and values, so that past_key_values cannot be taken in")
         self._rows = [row[-self._lengths[-1] :] for row in rows]
         return self._run()
 
@@ -160,11 +176,17 @@ class RecomputedContext(Context):
         return self._programs.run(token_ids, position_ids, torch.zeros_like(position_ids), self._nothing)[0]
 
 
-def _left_padded(rows: Sequence[torch.Tensor], batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and positions, int64 [batch, width]; rows beyond those given are padding."""
+def _left_padded(
+    rows: Sequence[torch.Tensor], batch: int, width: int, starts: Sequence[int] = ()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and positions, int64 [batch, width]; rows beyond those given are padding.
+
+    ``starts`` are the positions of the rows' first tokens, 0 by default.
+    """
     token_ids = torch.zeros(batch, width, dtype=torch.int64, device="cpu")
     position_ids = torch.full_like(token_ids, EMPTY)
     for index, row in enumerate(rows):
+        start = starts[index] if starts else 0
         token_ids[index, width - len(row) :] = row
-        position_ids[index, width - len(row) :] = torch.arange(len(row), device="cpu")
+        position_ids[index, width - len(row) :] = torch.arange(start, start + len(row), device="cpu")
     return token_ids, position_ids

@@ -17,6 +17,7 @@ from staticgen.decoding import Decoding
 from staticgen.layouts import layout_class
 from staticgen.limits import ENDLESS, default_layout, new_token_count, read_overflow
 from staticgen.prompts import Prompts
+from staticgen.ready import warn_that_keys_win
 from staticgen.session import Session, read_call
 from staticgen.step import check_model, position_limit
 
@@ -40,6 +41,8 @@ def generate(
     cache_sizes: Sequence[int] | None = None,
     device: str | None = None,
     backend_options: Mapping[str, str] | None = None,
+    past_key_values: Any = None,
+    cache_implementation: str | None = None,
     generation_config: GenerationConfig | None = None,
     **decoding: Any,
 ) -> torch.Tensor:
@@ -60,6 +63,8 @@ def generate(
         backend: ``"auto"``, ``"openvino"``, ``"npu"``, ``"eager"``; see :class:`staticgen.Session`, also for
             ``layout``, ``layout_options``, ``overflow``, ``prefill_buckets``, ``cache_sizes``, ``device`` and
             ``backend_options``.
+        past_key_values: keys and values of the first tokens; see :meth:`staticgen.Session.generate`.
+        cache_implementation: the layout, by transformers' word for it.
         generation_config, decoding: see :meth:`staticgen.Session.generate`.
 
     Returns:
@@ -73,10 +78,10 @@ def generate(
     lengths = {"max_length": max_length, "max_new_tokens": max_new_tokens}
     session, prompts, settings = _prepare(
         model, ids, attention_mask, generation_config, {**_given(lengths), **decoding},
-        overflow=overflow, backend=backend, layout=layout, layout_options=layout_options,
+        past_key_values, cache_implementation, overflow=overflow, backend=backend, layout=layout, layout_options=layout_options,
         prefill_buckets=prefill_buckets, cache_sizes=cache_sizes, device=device, backend_options=backend_options,
     )  # fmt: skip
-    return session.run_to_end(prompts, settings, overflow)
+    return session.run_to_end(prompts, settings, overflow, past_key_values)
 
 
 def stream(
@@ -94,6 +99,8 @@ def stream(
     cache_sizes: Sequence[int] | None = None,
     device: str | None = None,
     backend_options: Mapping[str, str] | None = None,
+    past_key_values: Any = None,
+    cache_implementation: str | None = None,
     generation_config: GenerationConfig | None = None,
     **decoding: Any,
 ) -> Iterator[torch.Tensor]:
@@ -105,10 +112,10 @@ def stream(
     lengths = {"max_length": max_length, "max_new_tokens": max_new_tokens}
     session, prompts, settings = _prepare(
         model, ids, attention_mask, generation_config, {**_given(lengths), **decoding},
-        overflow=overflow, backend=backend, layout=layout, layout_options=layout_options,
+        past_key_values, cache_implementation, overflow=overflow, backend=backend, layout=layout, layout_options=layout_options,
         prefill_buckets=prefill_buckets, cache_sizes=cache_sizes, device=device, backend_options=backend_options,
     )  # fmt: skip
-    return session.run(prompts, settings, overflow)
+    return session.run(prompts, settings, overflow, past_key_values)
 
 
 def _prepare(
@@ -117,18 +124,36 @@ def _prepare(
     attention_mask: Any,
     generation_config: GenerationConfig | None,
     decoding: Mapping[str, Any],
+    past_key_values: Any,
+    cache_implementation: str | None,
+    *,
     layout: str | None,
     overflow: str | None,
     **session_arguments: Any,
 ) -> tuple[Session, Prompts, Decoding]:
     check_model(model)
-    layout = default_layout(overflow) if layout is None else layout
+    layout = _layout(layout, cache_implementation, overflow, past_key_values)
     policy = read_overflow(overflow, layout, layout_class(layout))
     prompts, settings = read_call(model, ids, attention_mask, generation_config, decoding)
     capacity = _capacity(model, prompts, settings, policy)
     new_token_count(prompts, settings, capacity, policy)
     session = session_for(model, max_length=capacity, batch_size=prompts.batch, layout=layout, **session_arguments)
     return session, prompts, settings
+
+
+def _layout(layout: str | None, cache_implementation: str | None, overflow: str | None, past_key_values: Any) -> str:
+    """The layout of a call; ``cache_implementation`` is transformers' name for it."""
+    if layout is not None:
+        layout_class(layout)
+    if cache_implementation is not None:
+        layout_class(cache_implementation)
+        if past_key_values is not None:
+            warn_that_keys_win(cache_implementation, layout or default_layout(overflow))
+        elif layout is None:
+            return cache_implementation
+        elif layout.strip().lower() != cache_implementation.strip().lower():
+            raise ValueError(f"layout={layout!r} and cache_implementation={cache_implementation!r} differ; give one")
+    return default_layout(overflow) if layout is None else layout
 
 
 def _capacity(model: PreTrainedModel, prompts: Prompts, settings: Decoding, overflow: str) -> int:

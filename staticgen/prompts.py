@@ -18,10 +18,12 @@ class Prompts:
     Attributes:
         ids: int64 [B, T] as the caller gave them, padding included; the result starts with them.
         rows: for every prompt its real tokens, int64 [t], without padding.
+        mask: bool [B, T], where ``ids`` holds real tokens.
     """
 
     ids: torch.Tensor
     rows: tuple[torch.Tensor, ...]
+    mask: torch.Tensor
 
     @property
     def batch(self) -> int:
@@ -93,7 +95,7 @@ def read_prompts(
             f"ids[{row}, {column}] is {int(tensor[row, column])}, outside the model's vocabulary of {vocab_size} tokens "
             "(0 to vocabulary size - 1); if it is padding, give attention_mask with 0 there"
         )
-    return Prompts(tensor, tuple(tensor[row, mask[row]] for row in range(tensor.shape[0])))
+    return Prompts(tensor, tuple(tensor[row, mask[row]] for row in range(tensor.shape[0])), mask)
 
 
 def _as_tensor(ids: Any, pad: int) -> tuple[torch.Tensor, list[int] | None]:

@@ -42,35 +42,36 @@ class Rotation:
 
 
 def find_rotation(
-    keys: Sequence[tuple[int, torch.Tensor]], tables: Iterable[torch.Tensor], tolerance: float
+    keys: Sequence[tuple[int, torch.Tensor]], known: Iterable[Rotation], tolerance: float
 ) -> Rotation | None:
     """The rotation that explains one layer's keys.
 
     Args:
         keys: of the same tokens at several positions, the first of them 0: (position, [tokens, K, D]).
-        tables: the model's frequency tables, [R / 2] each.
+        known: those that may be it.
         tolerance: largest difference that counts as equal, as a part of the largest number.
 
     Returns:
-        The rotation; None when the keys do not depend on the position.
+        One of ``known``; None when the keys do not depend on the position.
 
     Raises:
         LookupError: the keys depend on it in another way.
     """
     (_, base), *others = [(position, key.double()) for position, key in keys]
     limit = tolerance * float(base.abs().max())
-    if all(float((key - base).abs().max()) <= limit for _, key in others):
-        return None
-    for table in tables:
-        if not 0 < 2 * table.numel() <= base.shape[-1]:
-            continue
-        for interleaved in (False, True):
-            rotation = Rotation(table.detach().double().flatten(), interleaved)
-            for position, key in others:
-                turned = base.clone()
+
+    def explains(rotation: Rotation | None) -> bool:
+        for position, key in others:
+            turned = base.clone()
+            if rotation is not None:
                 rotation.apply_(turned, position)
-                if float((turned - key).abs().max()) > limit:
-                    break
-            else:
-                return rotation
+            if float((turned - key).abs().max()) > limit:
+                return False
+        return True
+
+    if explains(None):
+        return None
+    for rotation in known:
+        if 2 * len(rotation.frequencies) <= base.shape[-1] and explains(rotation):
+            return rotation
     raise LookupError("no frequency table of the model explains how its keys change with their position")

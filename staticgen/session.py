@@ -29,6 +29,7 @@ from staticgen.limits import (
 )
 from staticgen.programs import Programs
 from staticgen.prompts import Prompts, read_prompts
+from staticgen.ready import ReadyKeys, read_past_key_values, warn_that_keys_win
 from staticgen.stats import SessionStats
 from staticgen.step import model_stamp, step_for, vocab_size
 
@@ -90,6 +91,7 @@ class Session:
         self.batch_size = require_count("batch_size", batch_size, least=1)
         layout = default_layout(overflow) if layout is None else layout
         read_overflow(overflow, layout, layout_class(layout))
+        self._asked_overflow = overflow
         self.backend: Backend = open_backend(backend, device, backend_options)
         self.prefill_buckets = fit_buckets(prefill_buckets, self.backend.prefill_buckets, self.max_length)
         self.cache_sizes = fit_cache_sizes(cache_sizes, self.backend.cache_sizes, self.max_length)
@@ -104,8 +106,8 @@ class Session:
     def set_cache_implementation(self, name: str, /, **parameters: Any) -> None:
         """Keep tokens by another layout from now on, or by the same with other parameters.
 
-        The overflow policy stays if the layout has it, and else becomes the layout's default. Nothing is
-        compiled anew, except that ``"none"`` has programs of its own.
+        The overflow policy is the one that the session was made with, if the layout has it, and else the layout's
+        default. Nothing is compiled anew, except that ``"none"`` has programs of its own.
 
         Args:
             name: ``"ring"``, ``"shift"``, ``"sink"``, ``"none"`` or a registered one, in any letter case.
@@ -119,7 +121,9 @@ class Session:
         """
         cls = layout_class(name)
         with _Hold(self):
-            self._set_layout(name, parameters, self.overflow if self.overflow in cls.overflow else None)
+            asked = self._asked_overflow
+            fitting = asked is not None and asked.strip().lower() in cls.overflow
+            self._set_layout(name, parameters, asked if fitting else None)
 
     def _set_layout(self, name: str, options: Mapping[str, Any], overflow: str | None) -> None:
         cls = layout_class(name)
@@ -170,6 +174,8 @@ class Session:
         attention_mask: Any = None,
         *,
         overflow: str | None = None,
+        past_key_values: Any = None,
+        cache_implementation: str | None = None,
         generation_config: GenerationConfig | None = None,
         **decoding: Any,
     ) -> torch.Tensor:
@@ -179,6 +185,9 @@ class Session:
             ids: int64 [B, T] or [T]: tensor, numpy array, list of ids or (ragged) list of lists.
             attention_mask: [B, T], 1 on real tokens, 0 on the padding at the left.
             overflow: the policy of this call, if not the session's: ``"error"``, ``"stop"``, ``"slide"`` or ``"sink"``.
+            past_key_values: keys and values of the first tokens of ``ids``, which then do not run: a
+                transformers ``Cache``, or per layer its keys and values [B, K, n, D]. It is read, not changed.
+            cache_implementation: the session's layout, if anything; :meth:`set_cache_implementation` changes it.
             generation_config: settings; the model's own fill what it leaves open.
             decoding: its fields as arguments, which win over both, and ``seed``: max_length (counts
                 the prompt; at most the session's, which is the default, unless ``overflow`` lets it go on),
@@ -194,7 +203,9 @@ class Session:
             StaleSessionError: the model has changed since the session was made.
             SessionBusyError: this thread still holds an open stream of this session.
         """
-        return self.run_to_end(*self._read(ids, attention_mask, generation_config, decoding), overflow)
+        self._check_implementation(cache_implementation, past_key_values)
+        prompts, settings = self._read(ids, attention_mask, generation_config, decoding)
+        return self.run_to_end(prompts, settings, overflow, past_key_values)
 
     def stream(
         self,
@@ -202,6 +213,8 @@ class Session:
         attention_mask: Any = None,
         *,
         overflow: str | None = None,
+        past_key_values: Any = None,
+        cache_implementation: str | None = None,
         generation_config: GenerationConfig | None = None,
         **decoding: Any,
     ) -> Iterator[torch.Tensor]:
@@ -209,7 +222,21 @@ class Session:
 
         The session is in use until the stream ends, is closed or is dropped.
         """
-        return self.run(*self._read(ids, attention_mask, generation_config, decoding), overflow)
+        self._check_implementation(cache_implementation, past_key_values)
+        prompts, settings = self._read(ids, attention_mask, generation_config, decoding)
+        return self.run(prompts, settings, overflow, past_key_values)
+
+    def _check_implementation(self, name: str | None, past_key_values: Any) -> None:
+        if name is None:
+            return
+        layout_class(name)
+        if past_key_values is not None:
+            warn_that_keys_win(name, self.layout)
+        elif name.strip().lower() != self.layout:
+            raise ValueError(
+                f"cache_implementation is {name!r}, but this session keeps its tokens by layout {self.layout!r}: call "
+                f"session.set_cache_implementation({name!r}) first"
+            )
 
     def _read(
         self, ids: Any, attention_mask: Any, generation_config: GenerationConfig | None, decoding: Mapping[str, Any]
@@ -222,12 +249,16 @@ class Session:
             )
         return read_call(model or self._step.model, ids, attention_mask, generation_config, decoding)
 
-    def run_to_end(self, prompts: Prompts, settings: Decoding, overflow: str | None = None) -> torch.Tensor:
+    def run_to_end(
+        self, prompts: Prompts, settings: Decoding, overflow: str | None = None, past_key_values: Any = None
+    ) -> torch.Tensor:
         """:meth:`generate` for a call that has been read by :func:`read_call`."""
-        new = [tokens[:, None] for tokens in self.run(prompts, settings, overflow)]
+        new = [tokens[:, None] for tokens in self.run(prompts, settings, overflow, past_key_values)]
         return torch.cat([prompts.ids, *new], dim=1)
 
-    def run(self, prompts: Prompts, settings: Decoding, overflow: str | None = None) -> Iterator[torch.Tensor]:
+    def run(
+        self, prompts: Prompts, settings: Decoding, overflow: str | None = None, past_key_values: Any = None
+    ) -> Iterator[torch.Tensor]:
         """:meth:`stream` for a call that has been read by :func:`read_call`."""
         if prompts.batch > self.batch_size:
             raise ValueError(
@@ -237,7 +268,23 @@ class Session:
         policy = self.overflow if overflow is None else self._read_overflow(overflow)
         remedy = "make a session with a larger max_length"
         new_tokens = new_token_count(prompts, settings, self.max_length, policy, remedy)
-        return self._tokens(prompts, settings, new_tokens, self.max_length if policy == "slide" else None)
+        ready = None if past_key_values is None else self._read_past(past_key_values, prompts)
+        window = self.max_length if policy == "slide" else None
+        return self._tokens(new_tokens, prompts, settings, window, ready)
+
+    def _read_past(self, past_key_values: Any, prompts: Prompts) -> ReadyKeys:
+        if layout_class(self.layout).recomputes:
+            raise ValueError(
+                f"layout {self.layout!r} keeps no keys and values, so that it cannot take past_key_values: leave them "
+                "out, or call session.set_cache_implementation('ring')"
+            )
+        ready = read_past_key_values(past_key_values, prompts, self._step.cache_spec, self.batch_size)
+        if self._capacity is not None and ready.buffers.length > self._capacity:
+            raise ValueError(
+                f"past_key_values holds {ready.buffers.length} tokens, more than the {self._capacity} that layout "
+                f"{self.layout!r} keeps"
+            )
+        return ready
 
     def _read_overflow(self, overflow: str) -> str:
         cls = layout_class(self.layout)
@@ -247,11 +294,11 @@ class Session:
         return policy
 
     def _tokens(
-        self, prompts: Prompts, settings: Decoding, new_tokens: int, window: int | None
+        self, new_tokens: int, prompts: Prompts, settings: Decoding, window: int | None, ready: ReadyKeys | None
     ) -> Generator[torch.Tensor, None, None]:
         """The loop: prefill, then choose a token, hand it out, run one step; until all rows have ended."""
         with _Hold(self) as hold:
-            call, logits = self._begin(prompts, settings, new_tokens, window)
+            call, logits = self._begin(new_tokens, prompts, settings, window, ready)
             while True:
                 yield self._choose(call, logits)
                 hold.resume()
@@ -264,11 +311,11 @@ class Session:
 
     @torch.inference_mode(False)
     def _begin(
-        self, prompts: Prompts, settings: Decoding, new_tokens: int, window: int | None
+        self, new_tokens: int, prompts: Prompts, settings: Decoding, window: int | None, ready: ReadyKeys | None
     ) -> tuple[Call, torch.Tensor]:
         call = Call(prompts, settings, self.batch_size, new_tokens)
         self.stats.last = call.stats
-        return call, self._context.prefill(prompts.rows, window)
+        return call, self._context.prefill(prompts.rows, window, ready)
 
     @torch.inference_mode(False)
     def _choose(self, call: Call, logits: torch.Tensor) -> torch.Tensor:

@@ -145,11 +145,12 @@ class Step(nn.Module):
             self._run(ids, torch.full_like(ids, position), cache)
             keys[position] = _in_layer_order(cache.new_keys)
         tables = [table for name, table in self.model.named_buffers() if name.endswith("inv_freq")]
+        known = [Rotation(table.double().flatten(), arranged) for table in tables for arranged in (False, True)]
         found: list[Rotation | None] = []
         for index in range(self.layers):
             at = [(position, layers[index].transpose(1, 2).flatten(0, 1)) for position, layers in keys.items()]
             try:
-                found.append(find_rotation(at, tables, 1e-4 if self.dtype == torch.float32 else 0.03))
+                found.append(find_rotation(at, known, 1e-4 if self.dtype == torch.float32 else 0.03))
             except LookupError as error:
                 raise UnsupportedModelError(
                     f"model_type {self.model.config.model_type!r} cannot move its cached keys to other positions: {error}"
