@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from staticgen.completions import Completed, Completion, completion
     from staticgen.errors import (
         BackendUnavailableError,
         CompileError,
@@ -28,6 +29,8 @@ __all__ = [
     "BackendUnavailableError",
     "CallStats",
     "CompileError",
+    "Completed",
+    "Completion",
     "Layout",
     "Placement",
     "RecompileError",
@@ -39,6 +42,7 @@ __all__ = [
     "StaleSessionError",
     "UnknownNameError",
     "UnsupportedModelError",
+    "completion",
     "generate",
     "register_layout",
     "stream",
@@ -48,12 +52,15 @@ __all__ = [
 # and `staticgen --help` needs neither.
 _MODULES = {
     "CallStats": "stats",
+    "Completed": "completions",
+    "Completion": "completions",
     "Layout": "layouts",
     "Placement": "layouts",
     "RowSegment": "layouts",
     "Segment": "layouts",
     "Session": "session",
     "SessionStats": "stats",
+    "completion": "completions",
     "generate": "generation",
     "register_layout": "layouts",
     "stream": "generation",

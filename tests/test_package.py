@@ -16,8 +16,8 @@ ROOT = Path(__file__).parent.parent
 ORDER = [
     "errors", "shapes", "registry", "stats", "layouts", "rotary", "cache", "growth", "prompts", "ready", "decoding", "calls", "profiles",
     "attention", "legacy", "step", "backends.base", "backends", "backends.eager", "backends.openvino", "backends.npu",
-    "programs", "contexts", "limits", "session", "generation", "",
-    "text", "detokenize", "cli", "compile.ir", "compile",
+    "programs", "contexts", "limits", "session", "generation",
+    "text", "detokenize", "completions", "", "cli", "compile.ir", "compile",
 ]  # fmt: skip
 
 
