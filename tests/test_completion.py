@@ -314,17 +314,17 @@ def test_bad_calls_are_refused_before_anything_runs(eager, prompt, arguments, er
 def test_a_streamer_takes_one_text(eager):
     for prompt, samples in ((["x", "y"], None), ("x", 2), ([], None)):
         streamer = Recorder()
-        with pytest.raises(ValueError, match="^streamer takes one text"):
+        with pytest.raises(ValueError, match=r"^streamer takes one text"):
             eager(prompt, samples=samples, do_sample=True, streamer=streamer)
         assert streamer.calls == ["end"]
-    with pytest.raises(TypeError, match="^streamer is a int"):
+    with pytest.raises(TypeError, match=r"^streamer is a int"):
         eager("x", streamer=5)
-    with pytest.raises(TypeError, match="^prompts is one prompt"):
+    with pytest.raises(TypeError, match=r"^prompts is one prompt"):
         eager.results("x")
 
 
 def test_bad_completions_are_refused_when_they_are_made(model, tokenizer):
-    with pytest.raises(TypeError, match="^tokenizer is a LlamaForCausalLM"):
+    with pytest.raises(TypeError, match=r"^tokenizer is a LlamaForCausalLM"):
         staticgen.completion(tokenizer, model)
     for arguments, error, words in (
         ({"stop": [""]}, ValueError, "^stop is "),
@@ -343,7 +343,7 @@ def test_a_prompt_of_nothing(model):
     complete = staticgen.completion(model, tokenizer, backend="eager", max_tokens=3, max_length=32)
     assert complete("") == expected(model, tokenizer, "<bos>", 3)
     tokenizer.bos_token = None
-    with pytest.raises(ValueError, match="^prompt is '', which has no tokens"):
+    with pytest.raises(ValueError, match=r"^prompt is '', which has no tokens"):
         complete("")
 
 
