@@ -39,6 +39,12 @@ class Completed:
     finish_reason: str
 
 
+def default_max_length(model: PreTrainedModel, most: int) -> int:
+    """``most`` tokens, or as many as the model has positions for; the last token needs none."""
+    limit = position_limit(model)
+    return most if limit is None else min(most, limit + 1)
+
+
 def completion(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> Completion:
     """A function from prompts to texts: ``completion(model, tokenizer)("say something")``.
 
@@ -89,8 +95,7 @@ class Completion:
             raise TypeError(f"tokenizer is a {type(tokenizer).__name__}, expected the model's transformers tokenizer")
         check_model(model)
         if max_length is None:
-            limit = position_limit(model)
-            max_length = DEFAULT_MAX_LENGTH if limit is None else min(DEFAULT_MAX_LENGTH, limit + 1)
+            max_length = default_max_length(model, DEFAULT_MAX_LENGTH)
         self._model, self.tokenizer = model, tokenizer
         self._session_arguments: dict[str, Any] = {"max_length": max_length}
         self._session_arguments |= {name: arguments.pop(name) for name in _SESSION & set(arguments)}

@@ -17,7 +17,7 @@ ORDER = [
     "errors", "shapes", "registry", "stats", "layouts", "rotary", "cache", "growth", "prompts", "ready", "decoding", "calls", "profiles",
     "attention", "legacy", "step", "backends.base", "backends", "backends.eager", "backends.openvino", "backends.npu",
     "programs", "contexts", "limits", "session", "generation",
-    "text", "detokenize", "completions", "", "cli", "compile.ir", "compile",
+    "text", "detokenize", "completions", "", "flags", "cli", "compile.ir", "compile",
 ]  # fmt: skip
 
 
