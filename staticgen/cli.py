@@ -190,36 +190,37 @@ def _lines(file: str) -> list[str]:
 def _open(given: Mapping[str, Any], prompts: list[Any], max_length: int) -> tuple[Completion, float]:
     """Load and compile what the flags ask for; how long loading took.
 
-    What can be refused is refused before what takes long: a device before loading, ``prompts`` before compiling.
+    What can be refused is refused before what takes long: names before loading, ``prompts`` before compiling.
     ``max_length`` is the default, as far as the model has positions.
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # loading a GGUF file draws a bar that nothing else turns off
     with console.status("importing"):
         from staticgen.backends import open_backend  # noqa: PLC0415
-        from staticgen.completions import Completion, default_max_length  # noqa: PLC0415
+        from staticgen.completions import Completion, check_call, default_max_length  # noqa: PLC0415
         from staticgen.layouts import layout_class  # noqa: PLC0415
-        from staticgen.limits import default_layout, new_token_count, read_overflow  # noqa: PLC0415
-        from staticgen.session import read_call  # noqa: PLC0415
+        from staticgen.limits import default_layout, read_overflow  # noqa: PLC0415
         from staticgen.text import DTYPES, encode_prompt, load_text_model  # noqa: PLC0415
     dtype = given.get("dtype", "float32")
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
-    arguments = {name: value for name, value in given.items() if name not in MODEL and name not in LAYOUT}
-    options = {name: given[name] for name in LAYOUT if name in given}
     layout = given.get("layout", default_layout(given.get("overflow")))
-    policy = read_overflow(given.get("overflow"), layout, layout_class(layout))
+    read_overflow(given.get("overflow"), layout, layout_class(layout))
     open_backend(given.get("backend", "auto"), given.get("device"))
     start = time.perf_counter()
     with console.status(f"loading {given.get('model', 'the default model')}"):
         _quiet_transformers()
         network, tokenizer = load_text_model(given.get("model"), DTYPES[dtype])
     load_seconds = time.perf_counter() - start
-    arguments["max_length"] = given.get("max_length", default_max_length(network, max_length))
+    arguments = {name: value for name, value in given.items() if name not in MODEL and name not in LAYOUT}
+    arguments.setdefault("max_length", default_max_length(network, max_length))
     decoding = {name: value for name, value in arguments.items() if name not in SESSION and name != "stop"}
-    for prompt in prompts:
-        new_token_count(
-            *read_call(network, encode_prompt(tokenizer, prompt), None, None, decoding), arguments["max_length"], policy
-        )
+    check_call(network, [0], decoding, arguments)
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            check_call(network, encode_prompt(tokenizer, prompt), decoding, arguments)
+        except ValueError as error:
+            raise ValueError(f"prompt {number}: {error}" if len(prompts) > 1 else str(error)) from error
+    options = {name: given[name] for name in LAYOUT if name in given}
     with console.status("compiling"):
         complete = Completion(network, tokenizer, layout_options=options, **arguments)
     return complete, load_seconds

@@ -14,7 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from staticgen.decoding import is_int
 from staticgen.detokenize import RowText, read_stop
 from staticgen.generation import DEFAULT_MAX_LENGTH
-from staticgen.session import Session
+from staticgen.layouts import layout_class
+from staticgen.limits import default_layout, new_token_count, read_overflow, require_count
+from staticgen.session import Session, read_call
 from staticgen.step import check_model, position_limit
 from staticgen.text import encode_prompt
 
@@ -37,6 +39,25 @@ class Completed:
     prompt_tokens: int
     new_tokens: int
     finish_reason: str
+
+
+def check_call(
+    model: PreTrainedModel, ids: list[int], decoding: Mapping[str, Any], session_arguments: Mapping[str, Any]
+) -> None:
+    """Refuse what a session made with these arguments would refuse, before it is made.
+
+    Args:
+        model: of transformers.
+        ids: of one prompt.
+        decoding: for :meth:`staticgen.Session.generate`.
+        session_arguments: of :class:`staticgen.Session`, with ``max_length``.
+    """
+    rest = dict(decoding)
+    layout = session_arguments.get("layout") or default_layout(session_arguments.get("overflow"))
+    overflow = rest.pop("overflow", session_arguments.get("overflow"))
+    policy = read_overflow(overflow, layout, layout_class(layout))
+    prompts, settings = read_call(model, ids, None, rest.pop("generation_config", None), rest)
+    new_token_count(prompts, settings, session_arguments["max_length"], policy)
 
 
 def default_max_length(model: PreTrainedModel, most: int) -> int:
@@ -102,9 +123,9 @@ class Completion:
         self._defaults = {"samples": samples, "stop": stop, "skip_special_tokens": skip_special_tokens, **arguments}
         if max_tokens is not None:
             self._defaults["max_tokens"] = max_tokens
-        settings = self._read({})
+        require_count("max_length", max_length, least=2)
+        check_call(model, [0], self._read({}).decoding, self._session_arguments)
         self.session = Session(model, **self._session_arguments)
-        self.session.stream([0], **settings.decoding)  # runs nothing, but checks
 
     def __repr__(self) -> str:
         return f"Completion({self.session!r})"
