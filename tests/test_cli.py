@@ -139,6 +139,7 @@ def test_every_flag_reaches_the_session_or_the_call(folder, capfd, monkeypatch):
         raise Stop
 
     monkeypatch.setattr("staticgen.completions.Completion", completion)
+    monkeypatch.setattr("staticgen.completions.check_call", lambda *_: None)
     values = {int: 3, float: 0.5, str: "eager", bool: None, None: '{"a": 1}', list[int]: 3, list[str]: "x"}
     for name, flag in {**flags.SESSION, **flags.LAYOUT, **flags.LENGTH, **flags.CHOICE}.items():
         seen.clear()
