@@ -62,6 +62,8 @@ def load_text_model(
         place, files = str(source), {}
     tokenizer = AutoTokenizer.from_pretrained(place, **files)
     model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **files).eval()
+    if files and hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # it speaks of the file, and OpenVINO would look for its kernels
     return model, tokenizer
 
 
