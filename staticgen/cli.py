@@ -89,7 +89,8 @@ def generate(
             from staticgen.backends import open_backend  # noqa: PLC0415
             from staticgen.layouts import layout_class  # noqa: PLC0415
             from staticgen.limits import default_layout, new_token_count, read_overflow  # noqa: PLC0415
-            from staticgen.session import Session, read_call  # noqa: PLC0415
+            from staticgen.request import read_request  # noqa: PLC0415
+            from staticgen.session import Session  # noqa: PLC0415
             from staticgen.text import DTYPES, encode_prompt, load_text_model  # noqa: PLC0415
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
@@ -102,7 +103,8 @@ def generate(
             network, tokenizer = load_text_model(model, DTYPES[dtype])
             ids = encode_prompt(tokenizer, prompt, chat)
         load_seconds = time.perf_counter() - start
-        new_token_count(*read_call(network, ids, None, None, decoding), max_length, policy)
+        request = read_request(network, ids, None, None, decoding)
+        new_token_count(request.prompts, request.settings, max_length, policy)
         with console.status("compiling"):
             session = Session(
                 network, max_length=max_length, backend=backend, device=device, layout=layout,
