@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from staticgen.layouts import Layout, Placement, Ring
+from staticgen.layouts import Layout, Placement, Ring, RowSegment
 from staticgen.rotary import Rotation
 from staticgen.shapes import EMPTY, CacheSpec, LayerSpec, slots_of
 
@@ -78,17 +78,21 @@ class KVBuffers:
                 _shift_left_(keys, placement.shift, dim=self._key_dim)
                 _shift_left_(values, placement.shift, dim=-2)
             copies = [keys, self._exact[size]] if size in self._exact else [keys]
-            for run in placement.segments:
+            for segment in placement.segments:
                 for copy in copies:
-                    copy.narrow(self._key_dim, run.slot, run.count).copy_(
-                        new_keys.narrow(self._key_dim, run.source, run.count)
+                    copy.narrow(self._key_dim, segment.slot, segment.count).copy_(
+                        new_keys.narrow(self._key_dim, segment.source, segment.count)
                     )
-                values.narrow(-2, run.slot, run.count).copy_(new_values.narrow(-2, run.source, run.count))
-            for one in placement.rows:
-                row = (slice(None), one.row)
+                values.narrow(-2, segment.slot, segment.count).copy_(
+                    new_values.narrow(-2, segment.source, segment.count)
+                )
+            for run in placement.rows:
+                row = (slice(None), run.row)
                 for copy in copies:
-                    copy[row].select(self._key_dim, one.slot).copy_(new_keys[row].select(self._key_dim, one.source))
-                values[row].select(-2, one.slot).copy_(new_values[row].select(-2, one.source))
+                    copy[row].narrow(self._key_dim, run.slot, run.count).copy_(
+                        new_keys[row].narrow(self._key_dim, run.source, run.count)
+                    )
+                values[row].narrow(-2, run.slot, run.count).copy_(new_values[row].narrow(-2, run.source, run.count))
 
     def copy_slots_(self, source: KVBuffers, moves: Mapping[int | None, tuple[Sequence[int], Sequence[int]]]) -> None:
         """Copy tokens of buffers of another length: for each window, from which slots to which."""
@@ -97,6 +101,12 @@ class KVBuffers:
             old_keys, old_values = source._stacks[size]
             keys.index_copy_(self._key_dim, put, old_keys.index_select(self._key_dim, taken))
             values.index_copy_(-2, put, old_values.index_select(-2, taken))
+
+    def select_rows_(self, rows: Sequence[int], sources: Sequence[int]) -> None:
+        """``rows`` become what the rows ``sources`` were."""
+        tensors = [tensor for stack in self._stacks.values() for tensor in stack]
+        for tensor in (*tensors, *self._exact.values()):
+            tensor[:, rows] = tensor[:, sources]
 
     def rotate_(
         self, rotations: Sequence[Rotation | None], rows: torch.Tensor, first: Mapping[int | None, int], delta: int
@@ -136,6 +146,12 @@ class SlotGroup:
     def __init__(self, window: int | None, batch: int, layout: Layout):
         self.window, self.layout = window, layout
         self.slot_positions = torch.full((batch, layout.length), EMPTY, dtype=torch.int64, device="cpu")
+
+    def note_rows(self, placement: Placement, positions: torch.Tensor) -> None:
+        """Enter the positions of what a placement puts into single rows."""
+        for run in placement.rows:
+            held = positions[run.row, run.source : run.source + run.count]
+            self.slot_positions[run.row, run.slot : run.slot + run.count] = held
 
 
 class KVCache:
@@ -241,9 +257,45 @@ class KVCache:
             stored = positions if placement.positions is None else placement.positions
             for run in placement.segments:
                 group.slot_positions.narrow(1, run.slot, run.count).copy_(stored.narrow(1, run.source, run.count))
-            for one in placement.rows:
-                group.slot_positions[one.row, one.slot] = positions[one.row, one.source]
+            group.note_rows(placement, positions)
         self.buffers.write_(new, placements)
+
+    def clear_rows(self, rows: Sequence[int]) -> None:
+        """Mark every slot of these rows empty."""
+        for group in self.groups:
+            group.slot_positions[rows] = EMPTY
+
+    def write_rows(self, new: KVBuffers, positions: torch.Tensor, rows: Sequence[int], columns: int, done: int) -> None:
+        """Store what a step computed in some rows, in the slots of columns that have been placed already.
+
+        Args:
+            new, positions: as in :meth:`write`.
+            rows: those that are written.
+            columns: the texts of these rows take so many of the newest columns.
+            done: of which so many stand before this step's first column; less than 0 for padding.
+        """
+        placements = {}
+        for group in self.groups:
+            length = group.layout.length
+            order = group.layout.newest(length)
+            # The last of them overwrites what a window gives up, as if they had been placed one after the other.
+            source = max(0, -done, positions.shape[1] - length)
+            count = positions.shape[1] - source
+            runs = _runs([order[(done + source + column - columns) % length] for column in range(count)], source)
+            segments = tuple(RowSegment(row, slot, begin, count) for row in rows for slot, begin, count in runs)
+            placement = placements[group.window] = Placement(0, (), segments)
+            group.note_rows(placement, positions)
+        self.buffers.write_(new, placements)
+
+    def select_rows_(self, sources: Sequence[int]) -> None:
+        """Row i becomes what row ``sources[i]`` was."""
+        moved = [(row, source) for row, source in enumerate(sources) if row != source]
+        if not moved:
+            return
+        rows, wanted = (list(column) for column in zip(*moved, strict=True))
+        for group in self.groups:
+            group.slot_positions[rows] = group.slot_positions[wanted]
+        self.buffers.select_rows_(rows, wanted)
 
     def take_over(self, source: KVCache, count: int) -> None:
         """Be what ``source``, a cache of another length, holds: its ``count`` newest columns, or what fits of them."""
@@ -257,6 +309,17 @@ class KVCache:
             group.slot_positions[:, targets] = old.slot_positions[:, slots]
             moves[group.window] = (slots, targets)
         self.buffers.copy_slots_(source.buffers, moves)
+
+
+def _runs(slots: Sequence[int], source: int) -> list[tuple[int, int, int]]:
+    """Consecutive slots of tokens from ``source`` on, as (slot, source, count)."""
+    runs: list[tuple[int, int, int]] = []
+    for offset, slot in enumerate(slots):
+        if runs and slot == runs[-1][0] + runs[-1][2]:
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((slot, source + offset, 1))
+    return runs
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

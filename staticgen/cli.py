@@ -196,7 +196,7 @@ def _open(given: Mapping[str, Any], prompts: list[Any], max_length: int) -> tupl
     os.environ.setdefault("TQDM_DISABLE", "1")  # loading a GGUF file draws a bar that nothing else turns off
     with console.status("importing"):
         from staticgen.backends import open_backend  # noqa: PLC0415
-        from staticgen.completions import Completion, check_call, default_max_length  # noqa: PLC0415
+        from staticgen.completions import Completion, check_calls, default_max_length  # noqa: PLC0415
         from staticgen.layouts import layout_class  # noqa: PLC0415
         from staticgen.limits import default_layout, read_overflow  # noqa: PLC0415
         from staticgen.text import DTYPES, encode_prompt, load_text_model  # noqa: PLC0415
@@ -214,12 +214,7 @@ def _open(given: Mapping[str, Any], prompts: list[Any], max_length: int) -> tupl
     arguments = {name: value for name, value in given.items() if name not in MODEL and name not in LAYOUT}
     arguments.setdefault("max_length", default_max_length(network, max_length))
     decoding = {name: value for name, value in arguments.items() if name not in SESSION and name != "stop"}
-    check_call(network, [0], decoding, arguments)
-    for number, prompt in enumerate(prompts, 1):
-        try:
-            check_call(network, encode_prompt(tokenizer, prompt), decoding, arguments)
-        except ValueError as error:
-            raise ValueError(f"prompt {number}: {error}" if len(prompts) > 1 else str(error)) from error
+    check_calls(network, [encode_prompt(tokenizer, prompt) for prompt in prompts], decoding, arguments)
     options = {name: given[name] for name in LAYOUT if name in given}
     with console.status("compiling"):
         complete = Completion(network, tokenizer, layout_options=options, **arguments)

@@ -16,7 +16,8 @@ from staticgen.detokenize import RowText, read_stop
 from staticgen.generation import DEFAULT_MAX_LENGTH
 from staticgen.layouts import layout_class
 from staticgen.limits import default_layout, new_token_count, read_overflow, require_count
-from staticgen.session import Session, read_call
+from staticgen.request import read_request
+from staticgen.session import Session
 from staticgen.step import check_model, position_limit
 from staticgen.text import encode_prompt
 
@@ -32,7 +33,7 @@ class Completed:
         text: without the prompt, and without the stop string that ended it.
         prompt_tokens: of its prompt.
         new_tokens: that were generated for it; the EOS, or what completed a stop string, among them.
-        finish_reason: ``"stop"`` for a stop string, ``"eos"`` or ``"length"``.
+        finish_reason: ``"stop"`` for a stop string or a caller's criterion, ``"eos"`` or ``"length"``.
     """
 
     text: str
@@ -41,23 +42,39 @@ class Completed:
     finish_reason: str
 
 
-def check_call(
-    model: PreTrainedModel, ids: list[int], decoding: Mapping[str, Any], session_arguments: Mapping[str, Any]
+def check_calls(
+    model: PreTrainedModel,
+    prompts: Sequence[list[int]],
+    decoding: Mapping[str, Any],
+    session_arguments: Mapping[str, Any],
 ) -> None:
-    """Refuse what a session made with these arguments would refuse, before it is made.
+    """Refuse what a session would refuse, before it is made or anything runs.
 
     Args:
         model: of transformers.
-        ids: of one prompt.
+        prompts: ids of each prompt.
         decoding: for :meth:`staticgen.Session.generate`.
         session_arguments: of :class:`staticgen.Session`, with ``max_length``.
+
+    Raises:
+        ValueError, TypeError: where it is one of several prompts, the message says which.
     """
     rest = dict(decoding)
+    config = rest.pop("generation_config", None)
     layout = session_arguments.get("layout") or default_layout(session_arguments.get("overflow"))
-    overflow = rest.pop("overflow", session_arguments.get("overflow"))
+    overflow = rest.get("overflow") or session_arguments.get("overflow")
     policy = read_overflow(overflow, layout, layout_class(layout))
-    prompts, settings = read_call(model, ids, None, rest.pop("generation_config", None), rest)
-    new_token_count(prompts, settings, session_arguments["max_length"], policy)
+
+    def check(ids: list[int]) -> None:
+        request = read_request(model, ids, None, config, rest)
+        new_token_count(request.prompts, request.settings, session_arguments["max_length"], policy)
+
+    check([0])  # the settings
+    for index, ids in enumerate(prompts):
+        try:
+            check(ids)
+        except ValueError as error:
+            raise ValueError(f"prompt[{index}]: {error}" if len(prompts) > 1 else str(error)) from error
 
 
 def default_max_length(model: PreTrainedModel, most: int) -> int:
@@ -124,7 +141,7 @@ class Completion:
         if max_tokens is not None:
             self._defaults["max_tokens"] = max_tokens
         require_count("max_length", max_length, least=2)
-        check_call(model, [0], self._read({}).decoding, self._session_arguments)
+        check_calls(model, [], self._read({}).decoding, self._session_arguments)
         self.session = Session(model, **self._session_arguments)
 
     def __repr__(self) -> str:
@@ -238,7 +255,9 @@ class Completion:
         count = settings.samples or 1
         if streamer is not None and len(prompts) * count != 1:
             raise ValueError(f"streamer takes one text, got {len(prompts)} prompts with samples={settings.samples}")
-        ids = [one for prompt in prompts for one in [encode_prompt(self.tokenizer, prompt)] * count]
+        encoded = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
+        check_calls(self._model, encoded, settings.decoding, self._session_arguments)
+        ids = [one for one in encoded for _ in range(count)]
         size = int(self._session_arguments.get("batch_size", 1))
         turns = [ids[start : start + size] for start in range(0, len(ids), size)]
         streams = [self._open(turn, settings, number) for number, turn in enumerate(turns)]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from staticgen.cache import KVCache
+from staticgen.cache import KVBuffers, KVCache
 from staticgen.growth import SizedCaches
 from staticgen.layouts import Layout
 from staticgen.programs import Programs
@@ -29,16 +29,37 @@ class Context(ABC):
 
     @abstractmethod
     def prefill(
-        self, rows: Sequence[torch.Tensor], window: int | None = None, ready: ReadyKeys | None = None
+        self,
+        rows: Sequence[torch.Tensor],
+        window: int | None = None,
+        ready: ReadyKeys | None = None,
+        copies: int = 1,
     ) -> torch.Tensor:
         """Forget what was there and take in ``rows``, int64 [t] each.
 
         With a ``window``, no token sees further back than that many positions, its own included, from here on.
-        Tokens whose keys and values are ``ready`` do not run.
+        Tokens whose keys and values are ``ready`` do not run. Each row is run once; then ``copies`` rows in succession
+        are what it is.
 
         Returns:
             logits float32 [batch size of the session, V] of the last tokens.
         """
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget everything; rows may be inserted."""
+
+    @abstractmethod
+    def insert(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Forget what was in these rows and take in int64 [t] each instead; the others go on as they were.
+
+        Returns:
+            logits float32 [B, V], of the last tokens of these rows.
+        """
+
+    @abstractmethod
+    def select_rows(self, sources: Sequence[int]) -> None:
+        """Row i becomes what row ``sources[i]`` was; rows beyond those named do not matter."""
 
     @abstractmethod
     def decode(self, token_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
@@ -76,6 +97,7 @@ class CachedContext(Context):
 
         self._caches = SizedCaches(lengths if whole.grows else lengths[-1:], make)
         self._window: int | None = None
+        self._packed = False
 
     @property
     def nbytes(self) -> int:
@@ -85,11 +107,36 @@ class CachedContext(Context):
         lengths = self._caches.sizes
         return [(count, lengths[-1]) for count in self._buckets] + [(1, length) for length in lengths]
 
+    def clear(self) -> None:
+        self._caches.clear()
+        self._window, self._packed = None, True
+
+    def insert(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        self._caches.settle_at_largest()
+        cache = self._caches.current
+        cache.clear_rows(list(rows))
+        longest = max(map(len, rows.values()))
+        chunks = plan_chunks(longest, self._buckets)
+        token_ids, position_ids = _left_padded(rows, self._programs.batch, sum(chunks))
+        done = longest - sum(chunks)  # columns placed so far; those that are padding in every row are not
+        start = 0
+        for size in chunks:
+            columns = slice(start, start + size)
+            logits, new = self._step(token_ids[:, columns], position_ids[:, columns])
+            cache.write_rows(new, position_ids[:, columns], list(rows), longest, done)
+            start, done = start + size, done + size
+        self._caches.used = max(self._caches.used, longest)
+        return logits
+
     def prefill(
-        self, rows: Sequence[torch.Tensor], window: int | None = None, ready: ReadyKeys | None = None
+        self,
+        rows: Sequence[torch.Tensor],
+        window: int | None = None,
+        ready: ReadyKeys | None = None,
+        copies: int = 1,
     ) -> torch.Tensor:
         self._caches.clear()
-        self._window = window
+        self._window, self._packed = window, False
         starts = [0] * len(rows)
         if ready is not None:
             self._caches.write(ready.buffers, ready.position_ids)
@@ -101,33 +148,40 @@ class CachedContext(Context):
         together = max(0, min(longest, room))
         chunks = plan_chunks(together, self._buckets) + [1] * (longest - together)
         width = sum(chunks)
-        token_ids, position_ids = _left_padded(rows, self._programs.batch, width, starts)
+        token_ids, position_ids = _left_padded(dict(enumerate(rows)), self._programs.batch, width, starts)
         padding = width - longest  # columns that are padding in every row take no slot
         start = 0
         for size in chunks:
             columns = slice(start, start + size)
             logits = self._run(token_ids[:, columns], position_ids[:, columns], skip=max(0, padding - start))
             start += size
-        return logits
+        return _spread(self, logits, len(rows), copies)
+
+    def select_rows(self, sources: Sequence[int]) -> None:
+        self._caches.current.select_rows_(sources)
 
     def decode(self, token_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        if self._packed:  # the rows' tokens are their newest columns, without gaps
+            self._caches.used = max(1, int(position_ids.max()))
         self._caches.settle()
         return self._run(token_ids, position_ids)
 
     def _run(self, token_ids: torch.Tensor, position_ids: torch.Tensor, skip: int = 0) -> torch.Tensor:
         """Run a step and keep its tokens, but for the first ``skip`` columns."""
-        cache = self._caches.current
-        position_ids = cache.make_room(position_ids)
+        position_ids = self._caches.current.make_room(position_ids)
+        logits, new = self._step(token_ids, position_ids)
+        self._caches.write(new, position_ids, skip)
+        return logits
+
+    def _step(self, token_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, KVBuffers]:
         first = torch.zeros_like(position_ids)
         if self._window is not None:
             first = (position_ids - (self._window - 1)).clamp_(min=0)
         try:
-            logits, new = self._programs.run(token_ids, position_ids, first, cache)
+            return self._programs.run(token_ids, position_ids, first, self._caches.current)
         except ArithmeticError:
             self._caches.zero_()  # NaN in a stale slot would survive a weight of 0
             raise
-        self._caches.write(new, position_ids, skip)
-        return logits
 
 
 class RecomputedContext(Context):
@@ -155,12 +209,26 @@ class RecomputedContext(Context):
         return [(length, 1) for length in self._lengths]
 
     def prefill(
-        self, rows: Sequence[torch.Tensor], window: int | None = None, ready: ReadyKeys | None = None
+        self,
+        rows: Sequence[torch.Tensor],
+        window: int | None = None,
+        ready: ReadyKeys | None = None,
+        copies: int = 1,
     ) -> torch.Tensor:
-        if ready is not None:
-            raise ValueError("layout 'none' keeps no keys and values, so that past_key_values cannot be taken in")
+        assert ready is None  # refused before
         self._rows = [row[-self._lengths[-1] :] for row in rows]
+        return _spread(self, self._run(), len(rows), copies)
+
+    def clear(self) -> None:
+        self._rows = [torch.zeros(0, dtype=torch.int64, device="cpu")] * self._programs.batch
+
+    def insert(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        for index, row in rows.items():
+            self._rows[index] = row[-self._lengths[-1] :]
         return self._run()
+
+    def select_rows(self, sources: Sequence[int]) -> None:
+        self._rows = [self._rows[source] for source in sources]
 
     def decode(self, token_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         most = self._lengths[-1]
@@ -172,20 +240,29 @@ class RecomputedContext(Context):
     def _run(self) -> torch.Tensor:
         longest = max(map(len, self._rows))
         width = next(length for length in self._lengths if length >= longest)
-        token_ids, position_ids = _left_padded(self._rows, self._programs.batch, width)
+        token_ids, position_ids = _left_padded(dict(enumerate(self._rows)), self._programs.batch, width)
         return self._programs.run(token_ids, position_ids, torch.zeros_like(position_ids), self._nothing)[0]
 
 
+def _spread(context: Context, logits: torch.Tensor, rows: int, copies: int) -> torch.Tensor:
+    """Make ``copies`` of each row; the logits of all."""
+    if copies == 1:
+        return logits
+    sources = [row for row in range(rows) for _ in range(copies)]
+    context.select_rows(sources)
+    return logits[sources]
+
+
 def _left_padded(
-    rows: Sequence[torch.Tensor], batch: int, width: int, starts: Sequence[int] = ()
+    rows: Mapping[int, torch.Tensor], batch: int, width: int, starts: Sequence[int] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and positions, int64 [batch, width]; rows beyond those given are padding.
+    """Token ids and positions, int64 [batch, width], of the rows given; the others are padding.
 
     ``starts`` are the positions of the rows' first tokens, 0 by default.
     """
     token_ids = torch.zeros(batch, width, dtype=torch.int64, device="cpu")
     position_ids = torch.full_like(token_ids, EMPTY)
-    for index, row in enumerate(rows):
+    for index, row in rows.items():
         start = starts[index] if starts else 0
         token_ids[index, width - len(row) :] = row
         position_ids[index, width - len(row) :] = torch.arange(start, start + len(row), device="cpu")

@@ -18,7 +18,8 @@ from staticgen.layouts import layout_class
 from staticgen.limits import ENDLESS, default_layout, new_token_count, read_overflow
 from staticgen.prompts import Prompts
 from staticgen.ready import warn_that_keys_win
-from staticgen.session import Session, read_call
+from staticgen.request import Request, read_request
+from staticgen.session import Session
 from staticgen.step import check_model, position_limit
 
 DEFAULT_MAX_LENGTH = 512
@@ -41,11 +42,9 @@ def generate(
     cache_sizes: Sequence[int] | None = None,
     device: str | None = None,
     backend_options: Mapping[str, str] | None = None,
-    past_key_values: Any = None,
-    cache_implementation: str | None = None,
     generation_config: GenerationConfig | None = None,
-    **decoding: Any,
-) -> torch.Tensor:
+    **arguments: Any,
+) -> Any:
     """Generate tokens as ``model.generate`` does, on static shapes.
 
     The first call compiles for its sizes, and the session stays with the model: another call with the
@@ -57,31 +56,30 @@ def generate(
         ids: int64 [B, T] or [T]: tensor, numpy array, list of ids or (ragged) list of lists.
         attention_mask: [B, T], 1 on real tokens, 0 on the padding at the left.
         max_length: tokens of a row, prompt and padding included; sizes the buffers.
-        max_new_tokens: how many new tokens at most; with ``overflow``, also more than ``max_length`` holds. Alone, it sizes the buffers together with the
-            prompt, rounded up to a power of two. With neither, and none in the generation config,
-            512 bounds the length, and a warning says so.
+        max_new_tokens: how many new tokens at most; with ``overflow``, also more than ``max_length`` holds. Alone,
+            it sizes the buffers together with the prompt, rounded up to a power of two. With neither, and none
+            in the generation config, 512 bounds the length, and a warning says so.
         backend: ``"auto"``, ``"openvino"``, ``"npu"``, ``"eager"``; see :class:`staticgen.Session`, also for
             ``layout``, ``layout_options``, ``overflow``, ``prefill_buckets``, ``cache_sizes``, ``device`` and
             ``backend_options``.
-        past_key_values: keys and values of the first tokens; see :meth:`staticgen.Session.generate`.
-        cache_implementation: the layout, by transformers' word for it.
-        generation_config, decoding: see :meth:`staticgen.Session.generate`.
+        generation_config, arguments: see :meth:`staticgen.Session.generate`; ``cache_implementation`` is
+            transformers' word for ``layout``.
 
     Returns:
-        int64 [B, T + new tokens]: the prompts as given, then the new tokens; a row that has ended is
-        filled with the pad token.
+        int64 [B * num_return_sequences, T + new tokens]: the prompts as given, then the new tokens; a row that has
+        ended is filled with the pad token. With ``return_dict_in_generate`` transformers' output object.
 
     Raises:
         ValueError, TypeError: bad input, before anything is compiled.
         UnsupportedModelError, BackendUnavailableError, CompileError: see :class:`staticgen.Session`.
     """
     lengths = {"max_length": max_length, "max_new_tokens": max_new_tokens}
-    session, prompts, settings = _prepare(
-        model, ids, attention_mask, generation_config, {**_given(lengths), **decoding},
-        past_key_values, cache_implementation, overflow=overflow, backend=backend, layout=layout, layout_options=layout_options,
+    session, request = _prepare(
+        model, ids, attention_mask, generation_config, {**_given(lengths), **arguments},
+        overflow=overflow, backend=backend, layout=layout, layout_options=layout_options,
         prefill_buckets=prefill_buckets, cache_sizes=cache_sizes, device=device, backend_options=backend_options,
     )  # fmt: skip
-    return session.run_to_end(prompts, settings, overflow, past_key_values)
+    return session.run_to_end(request)
 
 
 def stream(
@@ -99,10 +97,8 @@ def stream(
     cache_sizes: Sequence[int] | None = None,
     device: str | None = None,
     backend_options: Mapping[str, str] | None = None,
-    past_key_values: Any = None,
-    cache_implementation: str | None = None,
     generation_config: GenerationConfig | None = None,
-    **decoding: Any,
+    **arguments: Any,
 ) -> Iterator[torch.Tensor]:
     """Like :func:`generate`, but yields the new tokens of each step, int64 [B], as they come.
 
@@ -110,12 +106,12 @@ def stream(
     ends the call.
     """
     lengths = {"max_length": max_length, "max_new_tokens": max_new_tokens}
-    session, prompts, settings = _prepare(
-        model, ids, attention_mask, generation_config, {**_given(lengths), **decoding},
-        past_key_values, cache_implementation, overflow=overflow, backend=backend, layout=layout, layout_options=layout_options,
+    session, request = _prepare(
+        model, ids, attention_mask, generation_config, {**_given(lengths), **arguments},
+        overflow=overflow, backend=backend, layout=layout, layout_options=layout_options,
         prefill_buckets=prefill_buckets, cache_sizes=cache_sizes, device=device, backend_options=backend_options,
     )  # fmt: skip
-    return session.run(prompts, settings, overflow, past_key_values)
+    return session.run(request)
 
 
 def _prepare(
@@ -123,22 +119,24 @@ def _prepare(
     ids: Any,
     attention_mask: Any,
     generation_config: GenerationConfig | None,
-    decoding: Mapping[str, Any],
-    past_key_values: Any,
-    cache_implementation: str | None,
+    arguments: Mapping[str, Any],
     *,
     layout: str | None,
     overflow: str | None,
     **session_arguments: Any,
-) -> tuple[Session, Prompts, Decoding]:
+) -> tuple[Session, Request]:
     check_model(model)
-    layout = _layout(layout, cache_implementation, overflow, past_key_values)
+    rest = dict(arguments)
+    layout = _layout(layout, rest.pop("cache_implementation", None), overflow, rest.get("past_key_values"))
     policy = read_overflow(overflow, layout, layout_class(layout))
-    prompts, settings = read_call(model, ids, attention_mask, generation_config, decoding)
+    request = read_request(model, ids, attention_mask, generation_config, {**rest, "overflow": overflow})
+    prompts, settings = request.prompts, request.settings
     capacity = _capacity(model, prompts, settings, policy)
     new_token_count(prompts, settings, capacity, policy)
-    session = session_for(model, max_length=capacity, batch_size=prompts.batch, layout=layout, **session_arguments)
-    return session, prompts, settings
+    # Beams are searched for one prompt after the other.
+    rows = settings.num_beams if settings.num_beams > 1 else prompts.batch * settings.num_return_sequences
+    session = session_for(model, max_length=capacity, batch_size=rows, layout=layout, **session_arguments)
+    return session, request
 
 
 def _layout(layout: str | None, cache_implementation: str | None, overflow: str | None, past_key_values: Any) -> str:

@@ -47,9 +47,18 @@ class SizedCaches:
 
     def settle(self) -> None:
         """Be at the smallest size with room for another token; the tokens move along."""
-        cache = next((cache for cache in self._caches if cache.length > self.used), self._caches[-1])
+        self._enter(next((cache for cache in self._caches if cache.length > self.used), self._caches[-1]))
+
+    def settle_at_largest(self) -> None:
+        """Be at the largest size, where prefill runs."""
+        self._enter(self._caches[-1])
+
+    def _enter(self, cache: KVCache) -> None:
         if cache is not self.current:
-            cache.take_over(self.current, self.used)
+            if self.used:
+                cache.take_over(self.current, self.used)
+            else:
+                cache.clear()
             self.current = cache
 
     def write(self, new: KVBuffers, positions: torch.Tensor, skip: int = 0) -> None:

@@ -33,11 +33,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class RowSegment:
-    """The new token at ``source`` of the step goes to ``slot``, in one ``row`` only."""
+    """Like :class:`Segment`, in one ``row`` only."""
 
     row: int
     slot: int
     source: int
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Placement:
     Attributes:
         shift: first move every slot this many places to the left; the leftmost ones are dropped.
         segments: then copy these runs of new tokens.
-        rows: then these single tokens.
+        rows: then these runs of single rows.
         positions: int64 [B, T], what the slots of ``segments`` say afterwards, where it is not the tokens' own
             positions; -1 leaves a slot empty.
     """
@@ -71,7 +72,8 @@ class Layout(ABC):
             and the later ones move down by one position, keys re-rotated. None: positions go on.
         pinned: that many first tokens of a row are never dropped.
         recomputes: nothing is kept between steps; the session runs the whole window every time.
-        grows: :meth:`newest` is there, so that tokens can move to a cache of another length.
+        grows: :meth:`newest` is there, so that tokens can move to a cache of another length, and that a row can
+            take another text while the others go on.
     """
 
     overflow: ClassVar[tuple[str, ...]] = ("error", "stop")

@@ -34,6 +34,13 @@ class Prompts:
         """T, the padded length: what ``max_length`` counts, as in transformers."""
         return self.ids.shape[1]
 
+    def repeated(self, count: int) -> Prompts:
+        """Every prompt ``count`` times in succession."""
+        if count == 1:
+            return self
+        rows = tuple(row for row in self.rows for _ in range(count))
+        return Prompts(self.ids.repeat_interleave(count, 0), rows, self.mask.repeat_interleave(count, 0))
+
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt, without padding."""

@@ -5,19 +5,21 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from staticgen.backends import Backend, open_backend
+from staticgen.beams import join_beams, search_beams
 from staticgen.calls import Call
 from staticgen.contexts import CachedContext, Context, RecomputedContext
-from staticgen.decoding import Decoding, read_decoding
 from staticgen.errors import SessionBusyError, StaleSessionError
 from staticgen.layouts import layout_class, layout_factory
 from staticgen.limits import (
+    ENDLESS,
     default_layout,
     fit_buckets,
     fit_cache_sizes,
@@ -27,11 +29,14 @@ from staticgen.limits import (
     require_count,
     require_positions,
 )
+from staticgen.many import require_plain, run_many
 from staticgen.programs import Programs
-from staticgen.prompts import Prompts, read_prompts
+from staticgen.progress import bar
+from staticgen.prompts import Prompts
 from staticgen.ready import ReadyKeys, read_past_key_values, warn_that_keys_win
-from staticgen.stats import SessionStats
-from staticgen.step import model_stamp, step_for, vocab_size
+from staticgen.request import Request, read_request
+from staticgen.stats import CallStats, SessionStats
+from staticgen.step import model_stamp, step_for
 
 
 class Session:
@@ -173,58 +178,121 @@ class Session:
         ids: Any,
         attention_mask: Any = None,
         *,
-        overflow: str | None = None,
-        past_key_values: Any = None,
-        cache_implementation: str | None = None,
         generation_config: GenerationConfig | None = None,
-        **decoding: Any,
-    ) -> torch.Tensor:
+        **arguments: Any,
+    ) -> Any:
         """Generate, as ``model.generate`` does.
 
         Args:
             ids: int64 [B, T] or [T]: tensor, numpy array, list of ids or (ragged) list of lists.
             attention_mask: [B, T], 1 on real tokens, 0 on the padding at the left.
-            overflow: the policy of this call, if not the session's: ``"error"``, ``"stop"``, ``"slide"`` or ``"sink"``.
-            past_key_values: keys and values of the first tokens of ``ids``, which then do not run: a
-                transformers ``Cache``, or per layer its keys and values [B, K, n, D]. It is read, not changed.
-            cache_implementation: the session's layout, if anything; :meth:`set_cache_implementation` changes it.
             generation_config: settings; the model's own fill what it leaves open.
-            decoding: its fields as arguments, which win over both, and ``seed``: max_length (counts
-                the prompt; at most the session's, which is the default, unless ``overflow`` lets it go on),
-                max_new_tokens (wins over max_length), min_length, min_new_tokens, do_sample, temperature, top_k,
-                top_p, min_p, repetition_penalty, eos_token_id, pad_token_id.
+            arguments: any of these, which win over both configs:
+
+                - ``max_length`` (counts the prompt; at most the session's, which is the default, unless
+                  ``overflow`` lets it go on), ``max_new_tokens`` (wins over it), ``max_time``, ``eos_token_id``,
+                  ``pad_token_id``, ``stop_strings`` with ``tokenizer``, and the other fields of a
+                  ``GenerationConfig`` that :data:`staticgen.decoding.HONOURED` lists, by their own names
+                - ``seed``: makes sampling repeatable, and leaves torch's global generator alone
+                - ``frequency_penalty``, ``presence_penalty``: see :class:`staticgen.decoding.Decoding`
+                - ``logits_processor``, ``stopping_criteria``, ``streamer``: transformers' objects or one's own; see
+                  :class:`staticgen.calls.Hooks`
+                - ``overflow``: the policy of this call, if not the session's
+                - ``past_key_values``: keys and values of the first tokens of ``ids``, which then do not run: a
+                  transformers ``Cache``, or per layer its keys and values [B, K, n, D]. It is read, not changed.
+                - ``cache_implementation``: the session's layout; :meth:`set_cache_implementation` changes it
 
         Returns:
-            int64 [B, T + new tokens]: the prompts as given, then the new tokens; a row that has
-            ended is filled with the pad token. A fresh tensor.
+            int64 [B * num_return_sequences, T + new tokens]: the prompts as given, then the new tokens; a row that has
+            ended is filled with the pad token. A fresh tensor. With ``return_dict_in_generate`` transformers'
+            ``GenerateDecoderOnlyOutput`` or ``GenerateBeamDecoderOnlyOutput`` with it.
 
         Raises:
             ValueError, TypeError: bad input; nothing has run then.
             StaleSessionError: the model has changed since the session was made.
             SessionBusyError: this thread still holds an open stream of this session.
         """
-        self._check_implementation(cache_implementation, past_key_values)
-        prompts, settings = self._read(ids, attention_mask, generation_config, decoding)
-        return self.run_to_end(prompts, settings, overflow, past_key_values)
+        return self.run_to_end(self._read(ids, attention_mask, generation_config, arguments))
 
     def stream(
         self,
         ids: Any,
         attention_mask: Any = None,
         *,
-        overflow: str | None = None,
-        past_key_values: Any = None,
-        cache_implementation: str | None = None,
         generation_config: GenerationConfig | None = None,
-        **decoding: Any,
+        **arguments: Any,
     ) -> Iterator[torch.Tensor]:
         """Like :meth:`generate`, but yields the new tokens of each step, int64 [B], as they come.
 
         The session is in use until the stream ends, is closed or is dropped.
         """
-        self._check_implementation(cache_implementation, past_key_values)
-        prompts, settings = self._read(ids, attention_mask, generation_config, decoding)
-        return self.run(prompts, settings, overflow, past_key_values)
+        return self.run(self._read(ids, attention_mask, generation_config, arguments))
+
+    def generate_many(
+        self,
+        prompts: Iterable[Any],
+        *,
+        progress: bool = False,
+        generation_config: GenerationConfig | None = None,
+        **arguments: Any,
+    ) -> list[torch.Tensor]:
+        """Generate from any number of prompts, in the session's ``batch_size`` rows.
+
+        A row whose text has ended takes the next prompt, while the others go on; nothing is compiled. Each text is what
+        :meth:`generate` gives for its prompt alone, with sampling and a ``seed`` too.
+
+        Args:
+            prompts: int64 [t] each, as tensors, arrays or lists; they may differ in length.
+            progress: draw a progress bar on standard error.
+            generation_config, arguments: as for :meth:`generate`, for all prompts, but for what belongs to one call
+                (num_beams, num_return_sequences, return_dict_in_generate, streamer, past_key_values). A caller's
+                logits_processor and stopping_criteria are called for each text by itself, with int64 [1, t].
+
+        Returns:
+            int64 [t + new tokens] for each prompt, in their order, without padding.
+
+        Raises:
+            ValueError, TypeError: as for :meth:`generate`, before anything runs; the message names the prompt.
+        """
+        cls = layout_class(self.layout)
+        if not (cls.grows or cls.recomputes):
+            raise ValueError(
+                f"layout {self.layout!r} cannot give one row another text while others go on; call "
+                "session.set_cache_implementation('ring')"
+            )
+        requests, counts = [], []
+        for index, ids in enumerate(prompts):
+            try:
+                request = self._read(ids, None, generation_config, arguments)
+                require_plain(request, index)
+                policy, new_tokens = self._plan(request)
+            except (ValueError, TypeError) as error:
+                raise type(error)(f"prompts[{index}]: {error}") from error
+            if policy in ENDLESS:
+                raise ValueError(f"overflow={policy!r} is not for generate_many; use 'error' or 'stop'")
+            requests.append(request)
+            counts.append(new_tokens)
+        with _Hold(self), bar("generating", len(requests), progress) as report:
+            total = len(requests)
+            stats = CallStats(sum(r.prompts.longest for r in requests), [0] * total, [""] * total)
+            self.stats.last = stats
+            with torch.inference_mode(False):
+                return run_many(self._context, requests, counts, self.batch_size, stats, report)
+
+    def _read(
+        self, ids: Any, attention_mask: Any, generation_config: GenerationConfig | None, arguments: Mapping[str, Any]
+    ) -> Request:
+        model = self._model()
+        if model is not None and not self.is_current(model):
+            raise StaleSessionError(
+                "the model's weights, modules or config changed after this session was compiled from them; "
+                "make a new staticgen.Session"
+            )
+        rest = dict(arguments)
+        name = rest.pop("cache_implementation", None)
+        request = read_request(model or self._step.model, ids, attention_mask, generation_config, rest)
+        self._check_implementation(name, request.past_key_values)
+        return request
 
     def _check_implementation(self, name: str | None, past_key_values: Any) -> None:
         if name is None:
@@ -238,39 +306,98 @@ class Session:
                 f"session.set_cache_implementation({name!r}) first"
             )
 
-    def _read(
-        self, ids: Any, attention_mask: Any, generation_config: GenerationConfig | None, decoding: Mapping[str, Any]
-    ) -> tuple[Prompts, Decoding]:
-        model = self._model()
-        if model is not None and not self.is_current(model):
-            raise StaleSessionError(
-                "the model's weights, modules or config changed after this session was compiled from them; "
-                "make a new staticgen.Session"
-            )
-        return read_call(model or self._step.model, ids, attention_mask, generation_config, decoding)
+    def run_to_end(self, request: Request) -> Any:
+        """:meth:`generate` for a call that has been read."""
+        settings, ids = request.settings, request.prompts.ids
+        if settings.num_beams > 1:
+            return self._search_beams(request)
+        call, tokens = self._start(request)
+        new = [step[:, None] for step in tokens]
+        sequences = torch.cat([ids.repeat_interleave(settings.num_return_sequences, 0), *new], dim=1)
+        if not settings.return_dict_in_generate:
+            return sequences
+        kept: dict[str, Any] = {"scores": call.scores, "logits": call.logits}
+        kept = {name: None if steps is None else tuple(steps) for name, steps in kept.items()}
+        return GenerateDecoderOnlyOutput(sequences=sequences, **kept)  # type: ignore[arg-type]
 
-    def run_to_end(
-        self, prompts: Prompts, settings: Decoding, overflow: str | None = None, past_key_values: Any = None
-    ) -> torch.Tensor:
-        """:meth:`generate` for a call that has been read by :func:`read_call`."""
-        new = [tokens[:, None] for tokens in self.run(prompts, settings, overflow, past_key_values)]
-        return torch.cat([prompts.ids, *new], dim=1)
-
-    def run(
-        self, prompts: Prompts, settings: Decoding, overflow: str | None = None, past_key_values: Any = None
-    ) -> Iterator[torch.Tensor]:
-        """:meth:`stream` for a call that has been read by :func:`read_call`."""
-        if prompts.batch > self.batch_size:
+    def run(self, request: Request) -> Iterator[torch.Tensor]:
+        """:meth:`stream` for a call that has been read."""
+        if request.settings.num_beams > 1:
             raise ValueError(
-                f"ids has {prompts.batch} prompts, more than the session's batch_size of {self.batch_size}; "
+                f"num_beams is {request.settings.num_beams}, but a stream yields tokens as they come, and beam search "
+                "knows them at the end only: use generate"
+            )
+        return self._start(request)[1]
+
+    @torch.inference_mode(False)  # see _outside_inference_mode
+    def _start(self, request: Request) -> tuple[Call, Iterator[torch.Tensor]]:
+        """The state of a call that has been read, and its tokens, of which none has been computed."""
+        prompts, settings = request.prompts, request.settings
+        copies = settings.num_return_sequences
+        self._require_rows(prompts, copies, "num_return_sequences")
+        policy, new_tokens = self._plan(request)
+        past = request.past_key_values
+        ready = None if past is None else self._read_past(past, prompts)
+        call = Call(prompts.repeated(copies), settings, self.batch_size, new_tokens, request.hooks)
+        window = self.max_length if policy == "slide" else None
+
+        def prefill() -> torch.Tensor:
+            return self._context.prefill(prompts.rows, window, ready, copies)
+
+        return call, self._tokens(call, prefill)
+
+    def _require_rows(self, prompts: Prompts, copies: int, name: str) -> None:
+        if prompts.batch * copies > self.batch_size:
+            times = f" with {name}={copies}" if copies > 1 else ""
+            raise ValueError(
+                f"ids has {prompts.batch} prompts{times}, more than the session's batch_size of {self.batch_size}; "
                 "make a session with a larger batch_size or split the call"
             )
-        policy = self.overflow if overflow is None else self._read_overflow(overflow)
+
+    def _plan(self, request: Request) -> tuple[str, int]:
+        """The overflow policy of a call, and how many tokens it may make."""
+        policy = self.overflow
+        if request.overflow is not None:
+            cls = layout_class(self.layout)
+            policy = read_overflow(request.overflow, self.layout, cls)
+            if not cls.recomputes:
+                require_positions(self._step, self.max_length, policy, self._capacity)
         remedy = "make a session with a larger max_length"
-        new_tokens = new_token_count(prompts, settings, self.max_length, policy, remedy)
-        ready = None if past_key_values is None else self._read_past(past_key_values, prompts)
-        window = self.max_length if policy == "slide" else None
-        return self._tokens(new_tokens, prompts, settings, window, ready)
+        return policy, new_token_count(request.prompts, request.settings, self.max_length, policy, remedy)
+
+    def _search_beams(self, request: Request) -> Any:
+        """One prompt after the other, all beams of each at once."""
+        prompts, settings = request.prompts, request.settings
+        if settings.num_beams > self.batch_size:
+            raise ValueError(
+                f"num_beams is {settings.num_beams}, more than the session's batch_size of {self.batch_size}; make a "
+                "session with a larger batch_size"
+            )
+        if request.past_key_values is not None or request.hooks.streamer is not None:
+            raise ValueError("num_beams above 1 goes neither with past_key_values nor with a streamer; leave them out")
+        policy, new_tokens = self._plan(request)
+        if policy in ENDLESS:
+            raise ValueError(f"num_beams above 1 does not go with overflow={policy!r}; use 'error' or 'stop'")
+        step = self._step
+        with _Hold(self):
+            self.stats.last = CallStats(prompt_tokens=sum(map(len, prompts.rows)))
+            outputs = [
+                search_beams(
+                    self._context, step.model.config, step.cache_argument, self.batch_size, row, settings, new_tokens,
+                    request.hooks,
+                )
+                for row in prompts.rows
+            ]  # fmt: skip
+        lengths = [len(row) for row in prompts.rows]
+        sequences = join_beams(outputs, prompts.ids, lengths, settings.fill_token_id)
+        if not settings.return_dict_in_generate:
+            return sequences
+        if len(outputs) > 1:
+            raise ValueError(
+                f"return_dict_in_generate with num_beams takes one prompt, got {len(outputs)}; call it for each"
+            )
+        outputs[0].sequences = sequences
+        return outputs[0]
 
     def _read_past(self, past_key_values: Any, prompts: Prompts) -> ReadyKeys:
         if layout_class(self.layout).recomputes:
@@ -286,47 +413,36 @@ class Session:
             )
         return ready
 
-    def _read_overflow(self, overflow: str) -> str:
-        cls = layout_class(self.layout)
-        policy = read_overflow(overflow, self.layout, cls)
-        if not cls.recomputes:
-            require_positions(self._step, self.max_length, policy, self._capacity)
-        return policy
-
-    def _tokens(
-        self, new_tokens: int, prompts: Prompts, settings: Decoding, window: int | None, ready: ReadyKeys | None
-    ) -> Generator[torch.Tensor, None, None]:
+    def _tokens(self, call: Call, prefill: Callable[[], torch.Tensor]) -> Generator[torch.Tensor, None, None]:
         """The loop: prefill, then choose a token, hand it out, run one step; until all rows have ended."""
         with _Hold(self) as hold:
-            call, logits = self._begin(new_tokens, prompts, settings, window, ready)
+            self.stats.last = call.stats
+            call.begin()
+            logits = _outside_inference_mode(prefill)
             while True:
-                yield self._choose(call, logits)
+                tokens = _outside_inference_mode(lambda: call.choose(logits))  # noqa: B023
+                call.hand_to_streamer(tokens)
+                yield tokens
                 hold.resume()
                 if call.finished:
-                    return
-                logits = self._decode(call)
+                    break
+                logits = _outside_inference_mode(lambda: self._decode(call))
+            call.end_streamer()
 
-    # The caller may be in inference mode while a stream is begun and not while it goes on, or the other way
-    # round. Tensors made in that mode cannot be written outside it, so that none of ours is made in it.
-
-    @torch.inference_mode(False)
-    def _begin(
-        self, new_tokens: int, prompts: Prompts, settings: Decoding, window: int | None, ready: ReadyKeys | None
-    ) -> tuple[Call, torch.Tensor]:
-        call = Call(prompts, settings, self.batch_size, new_tokens)
-        self.stats.last = call.stats
-        return call, self._context.prefill(prompts.rows, window, ready)
-
-    @torch.inference_mode(False)
-    def _choose(self, call: Call, logits: torch.Tensor) -> torch.Tensor:
-        return call.choose(logits)
-
-    @torch.inference_mode(False)
     def _decode(self, call: Call) -> torch.Tensor:
         start = time.perf_counter()
         logits = self._context.decode(call.token_ids, call.position_ids)
         call.advance(time.perf_counter() - start)
         return logits
+
+
+@torch.inference_mode(False)
+def _outside_inference_mode(work: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The caller may be in inference mode while a stream is begun and not while it goes on, or the other way round.
+
+    Tensors made in that mode cannot be written outside it, so that none of ours is made in it.
+    """
+    return work()
 
 
 class _Hold:
@@ -356,22 +472,3 @@ class _Hold:
     def __exit__(self, *error: object) -> None:
         self._session._user = None
         self._session._in_use.release()
-
-
-def read_call(
-    model: PreTrainedModel,
-    ids: Any,
-    attention_mask: Any,
-    generation_config: GenerationConfig | None,
-    decoding: Mapping[str, Any],
-) -> tuple[Prompts, Decoding]:
-    """Check what a caller passed, before anything runs; see :meth:`Session.generate`."""
-    settings = read_decoding(model, generation_config, decoding)
-    prompts = read_prompts(
-        ids,
-        attention_mask,
-        vocab_size=vocab_size(model),
-        pad_token_id=settings.pad_token_id,
-        eos_token_ids=settings.eos_token_ids,
-    )
-    return prompts, settings

@@ -53,6 +53,7 @@ class Step(nn.Module):
         cache_spec: what every layer caches.
         logits_size: numbers per row of logits; V, or more where the head is wider than the vocabulary.
         position_limit: how many positions the model has, None where nothing limits them.
+        cache_argument: what the model's forward calls its cache.
         stamp: :func:`model_stamp` of the model when the step was made.
 
     Raises:
@@ -74,7 +75,7 @@ class Step(nn.Module):
             self.model.set_attn_implementation(ATTENTION_NAME)
         self._legacy_arguments = legacy or {}
         parameters = inspect.signature(type(model).forward).parameters
-        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._takes_positions = "position_ids" in parameters  # not where ALiBi is all that tells positions
         self.position_limit: int | None = None
@@ -174,7 +175,7 @@ class Step(nn.Module):
             input_ids=token_ids,
             use_cache=True,
             **positions,
-            **{self._cache_argument: cache},
+            **{self.cache_argument: cache},
             **self._last_logits_only,
             **self._legacy_arguments,
         )

@@ -139,7 +139,7 @@ def test_every_flag_reaches_the_session_or_the_call(folder, capfd, monkeypatch):
         raise Stop
 
     monkeypatch.setattr("staticgen.completions.Completion", completion)
-    monkeypatch.setattr("staticgen.completions.check_call", lambda *_: None)
+    monkeypatch.setattr("staticgen.completions.check_calls", lambda *_: None)
     values = {int: 3, float: 0.5, str: "eager", bool: None, None: '{"a": 1}', list[int]: 3, list[str]: "x"}
     for name, flag in {**flags.SESSION, **flags.LAYOUT, **flags.LENGTH, **flags.CHOICE}.items():
         seen.clear()
@@ -209,7 +209,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_compiled(folder, capfd,
         capfd, "generate", "--model", folder, "--backend", "eager", "--file", tmp_path / "p", "--max-length", 40
     )
     assert (code, out) == (1, "")
-    assert err.startswith("error: prompt 2: ids has 51 tokens")
+    assert err.startswith("error: prompt[1]: ids has 51 tokens")
 
 
 @pytest.mark.parametrize("error", [MemoryError(), MemoryError("no room"), RuntimeError("a\nb"), OverflowError("x")])

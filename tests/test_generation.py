@@ -203,7 +203,7 @@ def test_a_model_can_be_copied_and_pickled_after_use(model):
         ({"max_length": 2}, "max_length is 2"),
         ({"backend": "tpu"}, "unknown backend 'tpu'"),
         ({"layout": "pages"}, "unknown layout 'pages'"),
-        ({"num_beams": 2}, "num_beams"),
+        ({"num_beam_groups": 2}, "num_beam_groups"),
     ],
     ids=str,
 )
@@ -214,7 +214,9 @@ def test_bad_input_is_refused_before_anything_compiles(tiny_llama, compiled, arg
 
 
 def test_an_unknown_argument_is_refused(tiny_llama, compiled):
-    with pytest.raises(TypeError, match=r"unknown argument 'max_tokens'; known .*max_new_tokens"):
+    with pytest.raises(
+        TypeError, match=r"unknown argument 'max_tokens'; it is called max_new_tokens here; known .*do_sample"
+    ):
         staticgen.generate(tiny_llama, [5, 6], max_tokens=3, backend="eager")
     with pytest.raises(TypeError, match="PreTrainedModel"):
         staticgen.generate(torch.nn.Linear(2, 2), [5, 6], max_length=8)
