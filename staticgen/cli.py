@@ -54,7 +54,9 @@ def generate(
         str | None, typer.Option(help="Prompts, one a line; - reads standard input. Blank lines are left out.")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
-    samples: Annotated[int | None, typer.Option(help="Texts for each prompt; more than one needs --do-sample.")] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Texts for each prompt; several need --do-sample or --num-beams.")
+    ] = None,
 ) -> None:
     """Complete one prompt, or every line of a file.
 
@@ -231,7 +233,10 @@ def _last_call(complete: Completion) -> list[str]:
     parts = [f"first token {call.first_token_seconds:.2f} s"]
     if call.steps:
         parts += [f"{1000 * call.seconds_per_token:.1f} ms/token", f"{1 / call.seconds_per_token:.1f} tokens/s"]
-    return [*parts, f"{call.prompt_tokens} + {call.new_tokens[0]} tokens, ended by {call.finish_reasons[0] or 'stop'}"]
+    if call.new_tokens:  # beams are not counted
+        reason = call.finish_reasons[0] or "stop"  # the session knows nothing of stop strings
+        parts.append(f"{call.prompt_tokens} + {call.new_tokens[0]} tokens, ended by {reason}")
+    return parts
 
 
 def _quiet_transformers() -> None:

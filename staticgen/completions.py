@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from staticgen.decoding import is_int
+from staticgen.decoding import Decoding, is_int
 from staticgen.detokenize import RowText, read_stop
 from staticgen.generation import DEFAULT_MAX_LENGTH
 from staticgen.layouts import layout_class
@@ -47,8 +47,8 @@ def check_calls(
     prompts: Sequence[list[int]],
     decoding: Mapping[str, Any],
     session_arguments: Mapping[str, Any],
-) -> None:
-    """Refuse what a session would refuse, before it is made or anything runs.
+) -> Decoding:
+    """Refuse what a session would refuse, before it is made or anything runs; the settings as it reads them.
 
     Args:
         model: of transformers.
@@ -65,16 +65,18 @@ def check_calls(
     overflow = rest.get("overflow") or session_arguments.get("overflow")
     policy = read_overflow(overflow, layout, layout_class(layout))
 
-    def check(ids: list[int]) -> None:
+    def check(ids: list[int]) -> Decoding:
         request = read_request(model, ids, None, config, rest)
         new_token_count(request.prompts, request.settings, session_arguments["max_length"], policy)
+        return request.settings
 
-    check([0])  # the settings
+    settings = check([0])
     for index, ids in enumerate(prompts):
         try:
             check(ids)
         except ValueError as error:
             raise ValueError(f"prompt[{index}]: {error}" if len(prompts) > 1 else str(error)) from error
+    return settings
 
 
 def default_max_length(model: PreTrainedModel, most: int) -> int:
@@ -96,7 +98,8 @@ class Completion:
 
     Args:
         model, tokenizer: of transformers, on the CPU; the tokenizer is the model's.
-        samples: None for one text a prompt; a number for a list of that many, which ``do_sample`` makes differ.
+        samples: None for one text a prompt; a number for a list of that many, which takes ``do_sample`` or
+            ``num_beams``.
         stop: a string or several. A text ends at the token that completes one, and does not hold it; see
             :class:`staticgen.detokenize.RowText`.
         max_tokens: new tokens at most; transformers' name for it, ``max_new_tokens``, does as well.
@@ -141,7 +144,8 @@ class Completion:
         if max_tokens is not None:
             self._defaults["max_tokens"] = max_tokens
         require_count("max_length", max_length, least=2)
-        check_calls(model, [], self._read({}).decoding, self._session_arguments)
+        beams = self._check([], self._read({})).num_beams
+        self._session_arguments.setdefault("batch_size", beams)
         self.session = Session(model, **self._session_arguments)
 
     def __repr__(self) -> str:
@@ -182,7 +186,8 @@ class Completion:
     def stream(self, prompt: Any, **arguments: Any) -> Generator[str, None, None]:
         """The text for one prompt in pieces, each as soon as it is final; joined they are what a call returns.
 
-        Everything is checked when this is called. The session is in use until the stream ends or is closed.
+        Everything is checked when this is called. The session is in use until the stream ends or is closed. With
+        ``num_beams`` the text comes in one piece: the best is known at the end only.
 
         Args:
             prompt: a string, or the messages of a chat.
@@ -199,6 +204,9 @@ class Completion:
                 "stream makes one text: call it once for each prompt, without samples, or call the completion itself"
             )
         ids = encode_prompt(self.tokenizer, prompts[0])
+        read = self._check([ids], settings)
+        if read.num_beams > 1:
+            return (one.text for one in self._search_beams(ids, settings, read.eos_token_ids))
         steps = self._steps(self._open([ids], settings), [self._row(ids, settings)])
         return _first_of_each(steps)
 
@@ -236,29 +244,33 @@ class Completion:
             raise ValueError("num_return_sequences is called samples here: samples=3 makes a list of three texts")
         if samples is not None and (not is_int(samples) or samples < 1):
             raise ValueError(f"samples is {samples!r}, expected a whole number of at least 1, or None for one text")
-        if samples is not None and samples > 1 and not self._draws(decoding):
-            raise ValueError(f"samples is {samples}, but greedy decoding makes one text: pass do_sample=True")
         if "max_tokens" in decoding:
             if "max_new_tokens" in decoding:
                 raise ValueError("max_tokens and max_new_tokens are the same; give one")
             decoding["max_new_tokens"] = decoding.pop("max_tokens")
         return _Settings(None if samples is None else int(samples), read_stop(stop), bool(skip), decoding)
 
-    def _draws(self, decoding: Mapping[str, Any]) -> bool:
-        """Whether tokens are drawn, by the first of the call, its config and the model's that says anything."""
-        configs = (decoding.get("generation_config"), self._model.generation_config)
-        said = [decoding.get("do_sample"), *(getattr(config, "do_sample", None) for config in configs)]
-        return bool(next((value for value in said if value is not None), False))
+    def _check(self, prompts: Sequence[list[int]], settings: _Settings) -> Decoding:
+        """Refuse what cannot run; ids of each prompt."""
+        read = check_calls(self._model, prompts, settings.decoding, self._session_arguments)
+        if settings.count > 1 and read.num_beams == 1 and not read.do_sample:
+            raise ValueError(f"samples is {settings.count}, but greedy decoding makes one text: pass do_sample=True")
+        return read
 
     def _run(self, prompts: Sequence[Any], settings: _Settings, streamer: Any = None) -> Iterator[list[Completed]]:
         """Check all prompts, then complete them in turns of ``batch_size`` rows."""
-        count = settings.samples or 1
-        if streamer is not None and len(prompts) * count != 1:
-            raise ValueError(f"streamer takes one text, got {len(prompts)} prompts with samples={settings.samples}")
-        encoded = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
-        check_calls(self._model, encoded, settings.decoding, self._session_arguments)
-        ids = [one for one in encoded for _ in range(count)]
-        size = int(self._session_arguments.get("batch_size", 1))
+        count = settings.count
+        ids = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
+        read = self._check(ids, settings)
+        if streamer is not None and (len(prompts) * count != 1 or read.num_beams > 1):
+            raise ValueError(
+                f"streamer takes one text as it comes, got {len(prompts)} prompts with samples={settings.samples} and "
+                f"num_beams={read.num_beams}"
+            )
+        if read.num_beams > 1:
+            return (self._search_beams(one, settings, read.eos_token_ids) for one in ids)
+        ids = [one for one in ids for _ in range(count)]
+        size = self.session.batch_size
         turns = [ids[start : start + size] for start in range(0, len(ids), size)]
         streams = [self._open(turn, settings, number) for number, turn in enumerate(turns)]
 
@@ -277,10 +289,26 @@ class Completion:
 
         return complete()
 
-    def _open(self, ids: list[list[int]], settings: _Settings, turn: int = 0) -> Iterator[torch.Tensor]:
-        """A stream of the session that is checked, and has not begun."""
+    def _search_beams(self, ids: list[int], settings: _Settings, eos: Sequence[int]) -> list[Completed]:
+        """The best texts of one prompt; stop strings cut them afterwards."""
+        self._renew()
+        output = self.session.generate(ids, num_return_sequences=settings.count, **settings.decoding)
+        rows = []
+        for tokens in output[:, len(ids) :].tolist():
+            row = self._row(ids, settings)
+            for left, token in zip(reversed(range(len(tokens))), tokens, strict=True):
+                row.put(token, "eos" if token in eos else "" if left else "length")
+            rows.append(row.completed())
+        return rows
+
+    def _renew(self) -> None:
+        """Compile anew if the model has changed."""
         if not self.session.is_current(self._model):
             self.session = Session(self._model, **self._session_arguments)
+
+    def _open(self, ids: list[list[int]], settings: _Settings, turn: int = 0) -> Iterator[torch.Tensor]:
+        """A stream of the session that is checked, and has not begun."""
+        self._renew()
         decoding = settings.decoding
         if turn and decoding.get("seed") is not None:
             decoding = {**decoding, "seed": decoding["seed"] + turn}
@@ -311,6 +339,11 @@ class _Settings:
     stop: tuple[str, ...]
     skip_special_tokens: bool
     decoding: dict[str, Any]
+
+    @property
+    def count(self) -> int:
+        """Texts of each prompt."""
+        return self.samples or 1
 
 
 @dataclass

@@ -34,7 +34,8 @@ class Detokenizer:
     costs the same however long the text is, except with a tokenizer whose decoder is not known here (one written in
     Python, WordPiece, CTC ...): that one decodes the whole row for each token, and says all but the last 24 characters.
 
-    Ids without a token are dropped, as ``tokenizer.decode`` does.
+    Ids without a token are dropped, as ``tokenizer.decode`` does. Tokens that stand for single bytes (byte fallback)
+    wait for the next token that does not: until then ``decode`` may take them all back.
 
     Args:
         tokenizer: the model's.

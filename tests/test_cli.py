@@ -155,9 +155,30 @@ def test_every_flag_reaches_the_session_or_the_call(folder, capfd, monkeypatch):
         assert found[name] == wanted
 
 
+@pytest.mark.parametrize(
+    ("used", "settings"),
+    [
+        (["--repetition-penalty", 0.2], {"repetition_penalty": 0.2}),
+        (["--bad-words-ids", "[[100], [7, 8]]", "--suppress-tokens", 9], {"bad_words_ids": [[100], [7, 8]], "suppress_tokens": [9]}),
+        (["--num-beams", 3, "--length-penalty", 2, "--early-stopping", "true"], {"num_beams": 3, "length_penalty": 2.0, "early_stopping": True}),
+        (["--eos-token-id", 50, "--eos-token-id", 60, "--min-new-tokens", 9], {"eos_token_id": [50, 60], "min_new_tokens": 9}),
+        (["--no-repeat-ngram-size", 1], {"no_repeat_ngram_size": 1}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_do_what_they_do_in_transformers(folder, capfd, used, settings):
+    model, tokenizer = load_text_model(folder)
+    wanted = tokenizer.decode(
+        models.reference(model, encode_prompt(tokenizer, "hello"), 12, **settings), skip_special_tokens=True
+    )
+    common = ["generate", "--model", folder, "--backend", "eager", "--prompt", "hello", "--max-new-tokens", 12]
+    code, out, err = run(capfd, *common, *used)
+    assert (code, out) == (0, wanted + "\n"), err
+
+
 def test_every_decoding_setting_has_a_flag():
     """But those that give a call another shape, which text has no place for."""
-    other = {"stop_strings", "num_return_sequences", "num_beams", "length_penalty", "early_stopping"}
+    other = {"stop_strings", "num_return_sequences"}  # --stop, --samples
     other |= {"return_dict_in_generate", "output_scores", "output_logits"}
     assert set(HONOURED) - other <= set(flags.ALL)
 

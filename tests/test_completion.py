@@ -6,7 +6,14 @@ import models
 import pytest
 import texts
 import torch
-from transformers import TextIteratorStreamer, TextStreamer
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    MaxLengthCriteria,
+    SuppressTokensLogitsProcessor,
+    TextIteratorStreamer,
+    TextStreamer,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import staticgen
@@ -119,6 +126,30 @@ def test_two_samples_in_one_turn_are_those_of_the_session(eager, tokenizer):
     tokens = eager.session.generate([ids, ids], do_sample=True, seed=3, max_new_tokens=8)[:, len(ids) :]
     wanted = [tokenizer.decode(row, skip_special_tokens=True) for row in tokens.tolist()]
     assert eager("hello", samples=2, do_sample=True, seed=3, max_tokens=8) == wanted
+
+
+def test_beams(model, tokenizer):
+    complete = staticgen.completion(model, tokenizer, backend="eager", max_length=64, max_tokens=8, num_beams=3)
+    assert complete.session.batch_size == 3
+    ids = torch.tensor([encode_prompt(tokenizer, "hello")])
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 8, "num_beams": 3}
+    new = model.generate(ids, num_return_sequences=2, **settings)[:, ids.shape[1] :]
+    best, second = (tokenizer.decode(row, skip_special_tokens=True) for row in new)
+    assert complete("hello") == best != expected(model, tokenizer, "hello", 8)
+    assert list(complete.stream("hello")) == [best]
+    assert complete(["hello"], samples=2) == [[best, second]]
+    assert complete("hello", stop=best[3:5]) == best[: best.index(best[3:5])]
+    assert complete("hello", num_beams=1) == expected(model, tokenizer, "hello", 8)
+    with pytest.raises(ValueError, match=r"^streamer takes one text as it comes, .* num_beams=3"):
+        complete("hello", streamer=Recorder())
+    with pytest.raises(ValueError, match=r"num_return_sequences is 4"):
+        complete("hello", samples=4)
+
+
+def test_beams_end_at_eos(tokenizer):
+    complete = saying(tokenizer, "abc", num_beams=2, max_tokens=20)
+    ((result,),) = complete.results(["x"])
+    assert result == staticgen.Completed("abc", 2, 4, "eos")
 
 
 TEXT = "ab 世界 é 🙂 end"
@@ -265,6 +296,46 @@ def test_a_streamer_that_fails_ends_the_call(eager, model, tokenizer):
     assert threading.active_count() == threads
 
 
+class Failing(LogitsProcessor):
+    """Raises at its third step."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def __call__(self, input_ids, scores):
+        self.steps += 1
+        if self.steps == 3:
+            raise ArithmeticError("the processor is broken")
+        return scores
+
+
+def test_a_processor_that_fails_in_the_middle(eager, model, tokenizer):
+    """C45: whoever reads the stream gets the very error, in this thread or through a streamer in another."""
+    threads = threading.active_count()
+    chunks = []
+    with pytest.raises(ArithmeticError, match="the processor is broken"):
+        for chunk in eager.stream("hello", logits_processor=[Failing()]):
+            chunks.append(chunk)
+    assert eager("hello").startswith("".join(chunks))
+    text, error = run_in_thread(eager, tokenizer, "hello", logits_processor=[Failing()])
+    assert isinstance(error, ArithmeticError)
+    assert text == tokenizer.decode(models.reference(model, encode_prompt(tokenizer, "hello"), 2))
+    assert eager("hello") == expected(model, tokenizer, "hello")
+    assert threading.active_count() == threads
+
+
+def test_a_criterion_of_the_caller_and_processors(eager, model, tokenizer):
+    """They are the session's, and see one row each."""
+    limit = len(encode_prompt(tokenizer, "hello")) + 4
+    (result,) = next(eager.results(["hello"], stopping_criteria=[MaxLengthCriteria(limit)]))
+    assert (result.new_tokens, result.finish_reason) == (4, "stop")
+    banned = models.reference(model, encode_prompt(tokenizer, "hello"), 1)[0]
+    processor = SuppressTokensLogitsProcessor([banned])
+    wanted = models.reference(model, encode_prompt(tokenizer, "hello"), 12, suppress_tokens=[banned])
+    wanted = tokenizer.decode(wanted, skip_special_tokens=True)
+    assert eager("hello", logits_processor=[processor]) == eager("hello", suppress_tokens=[banned]) == wanted
+
+
 def test_an_open_stream_holds_the_session_until_it_is_closed(eager):
     stream = eager.stream("hello")
     next(stream)
@@ -285,7 +356,6 @@ def test_an_open_stream_holds_the_session_until_it_is_closed(eager):
         ("x", {"stop": ["a", ""]}, ValueError, "^stop is "),
         ("x", {"stop": 5}, ValueError, "^stop is 5"),
         ("x", {"samples": 0}, ValueError, "^samples is 0"),
-        ("x", {"samples": 2}, ValueError, "^samples is 2, but greedy decoding makes one text: pass do_sample=True"),
         ("x", {"num_return_sequences": 2}, ValueError, "called samples here"),
         ("x", {"max_tokens": 2, "max_new_tokens": 2}, ValueError, "max_tokens and max_new_tokens"),
         ("x", {"max_tokens": 0}, ValueError, "max_new_tokens is 0"),
@@ -307,7 +377,26 @@ def test_bad_calls_are_refused_before_anything_runs(eager, prompt, arguments, er
         eager.stream(prompt, **arguments)
     if "stream makes" not in words:
         with pytest.raises(error, match=words):
-            eager(["fine", "fine", prompt] if isinstance(prompt, str) else prompt, **arguments)
+            eager(prompt, **arguments)
+    assert eager.session.stats.replays == before
+
+
+def test_several_samples_of_greedy_decoding_are_refused(eager, model, tokenizer):
+    words = r"^samples is 2, but greedy decoding makes one text: pass do_sample=True"
+    with pytest.raises(ValueError, match=words):
+        eager("x", samples=2)
+    with pytest.raises(ValueError, match=words):
+        staticgen.completion(model, tokenizer, backend="eager", samples=2)
+    config = GenerationConfig(do_sample=True, max_new_tokens=3)
+    assert len(eager("x", samples=2, generation_config=config, max_tokens=3)) == 2
+
+
+def test_one_bad_prompt_of_many_is_named_and_none_runs(eager):
+    before = eager.session.stats.replays
+    with pytest.raises(ValueError, match=r"^prompt\[2\]: ids has 71 tokens"):
+        eager(["fine", "fine", "y" * 70])
+    with pytest.raises(ValueError, match=r"^max_new_tokens is 0"):  # which is no prompt's fault
+        eager(["fine", "fine"], max_tokens=0)
     assert eager.session.stats.replays == before
 
 
