@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from staticgen.custom import custom_generate
     from staticgen.errors import (
         BackendUnavailableError,
         CompileError,
@@ -39,6 +40,7 @@ __all__ = [
     "StaleSessionError",
     "UnknownNameError",
     "UnsupportedModelError",
+    "custom_generate",
     "generate",
     "register_layout",
     "stream",
@@ -54,6 +56,7 @@ _MODULES = {
     "Segment": "layouts",
     "Session": "session",
     "SessionStats": "stats",
+    "custom_generate": "custom",
     "generate": "generation",
     "register_layout": "layouts",
     "stream": "generation",

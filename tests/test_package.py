@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 ORDER = [
     "errors", "shapes", "registry", "stats", "layouts", "rotary", "cache", "growth", "prompts", "ready", "decoding", "sampling", "calls", "profiles",
     "attention", "legacy", "step", "backends.base", "backends", "backends.eager", "backends.openvino", "backends.npu",
-    "programs", "contexts", "beams", "limits", "request", "many", "progress", "session", "generation", "",
+    "programs", "contexts", "beams", "limits", "request", "many", "progress", "session", "generation", "custom", "",
     "text", "cli", "compile.ir", "compile",
 ]  # fmt: skip
 
