@@ -195,7 +195,7 @@ class Matching:
             NothingAllowedError: a running row can neither go on nor end.
         """
         seen = self._seen.shape[1]
-        if ids.shape[1] < seen or not torch.equal(ids[:, :seen], self._seen):
+        if not torch.equal(ids[:, :seen], self._seen):
             self._restart()
         new = ids[:, max(self._seen.shape[1], self._prompt_width) :].tolist()
         self._seen = ids.clone()
@@ -325,6 +325,11 @@ def _read_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:
         raise ValueError(
             "tokenizer is one that llguidance misreads: it takes the tokenizer's '▁' for that character, not for a space; "
             "give the tokenizer a decoder with Replace('▁', ' ') in place of Metaspace"
+        )
+    if tokenizer.eos_token_id is None and not tokens.is_special_token(tokens.eos_token):
+        raise ValueError(
+            f"tokenizer has no EOS token, and llguidance would take {tokenizer.convert_ids_to_tokens(tokens.eos_token)!r} "
+            "for it, which is text; set tokenizer.eos_token"
         )
     _TOKENIZERS[tokenizer] = (stamp, tokens)
     return tokens

@@ -129,7 +129,7 @@ def test_only_digits_come(model, tokenizer, form):
     mask = digits(tokenizer)
     forms = {
         "tensor": mask,
-        "numpy": mask.numpy(),
+        "numpy": mask.numpy()[::-1].copy()[::-1],  # torch cannot share memory with this one
         "list": mask.tolist(),
         "rows": torch.stack([mask, mask]),
         "callable": lambda ids: mask.numpy(),
@@ -281,6 +281,9 @@ def test_rows_that_have_ended_are_left_alone():
     scores = torch.tensor([[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]])
     masked = processor(torch.ones(2, 1, dtype=torch.int64), scores).tolist()
     assert masked == [[0.0, 1.0, 2.0, 3.0], [-torch.inf, 5.0, 6.0, -torch.inf]]
+    assert (
+        processor(torch.ones(2, 1, dtype=torch.int64), torch.tensor([[-torch.inf] * 4, [0.0] * 4]))[0, 0] == -torch.inf
+    )
     processor.running = torch.tensor([True, True])
     with pytest.raises(NothingAllowedError, match="row 0 at step 0"):
         processor(torch.ones(2, 1, dtype=torch.int64), scores)
@@ -459,15 +462,16 @@ def test_calls_of_one_constraint_do_not_disturb_each_other(tokenizer):
 
 def test_another_history_begins_anew(tokenizer):
     """A shorter one, another of the same length, and several tokens at once."""
-    a, b, c = tokenizer.encode("abc")
-    processor = read(regex("(a|b)bc", tokenizer), width=2)
+    a, b, c, d = tokenizer.encode("abcd")
+    processor = read(regex("(ab|bc)d", tokenizer), width=2)
     for history, expected in (
         ([5, 6, a], {b}),
         ([5, 6], {a, b}),
-        ([5, 7, a, b], {c}),
-        ([5, 7, a, b], {c}),
-        ([5, 7, b, b], {c}),
-        ([5, 7, b, b, c], {EOS}),
+        ([5, 7, a], {b}),
+        ([5, 7, b], {c}),
+        ([5, 7, b], {c}),
+        ([5, 7, a, b], {d}),
+        ([5, 7, b, c, d], {EOS}),
     ):
         masked = processor(torch.tensor([history]), torch.zeros(1, 352))
         assert set((masked == 0).nonzero()[:, 1].tolist()) == expected
@@ -520,6 +524,19 @@ def test_tokenizers_that_cannot_be_read_are_refused():
     words = Tokenizer(tokenizer_models.WordLevel({"a": 0, "</s>": 1, "<pad>": 2, "<bos>": 3}))
     with pytest.raises(ValueError, match=r"tokenizer is one that llguidance cannot read: .*decoder"):
         regex("a", wrap(words))
+
+
+def test_a_tokenizer_without_eos_needs_another_special_token(model, tokenizer):
+    """The library must have an EOS, and takes the first token if it finds none."""
+    inner = Tokenizer(tokenizer_models.BPE({token: i for i, token in enumerate("ab")}, merges=[]))
+    inner.decoder = decoders.ByteLevel()
+    with pytest.raises(ValueError, match="no EOS token, and llguidance would take 'a' for it"):
+        regex("a+", PreTrainedTokenizerFast(tokenizer_object=inner))
+    inner = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    constraint = regex("[0-9]{3}", PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>"))
+    assert re.fullmatch("[0-9]{3}", tokenizer.decode(sample(model, constraint, [[5]], max_new_tokens=3)[0]))
+    with pytest.raises(NothingAllowedError, match=r"row 0 at step 3 .*no EOS token can end it"):
+        sample(model, constraint, [[5]], max_new_tokens=4)
 
 
 def test_a_tokenizer_whose_spaces_would_be_misread_is_refused():
