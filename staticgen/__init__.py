@@ -8,10 +8,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from staticgen.constraints import grammar, json_schema, regex
     from staticgen.custom import custom_generate
     from staticgen.errors import (
         BackendUnavailableError,
         CompileError,
+        NothingAllowedError,
         RecompileError,
         SessionBusyError,
         StaleSessionError,
@@ -30,6 +32,7 @@ __all__ = [
     "CallStats",
     "CompileError",
     "Layout",
+    "NothingAllowedError",
     "Placement",
     "RecompileError",
     "RowSegment",
@@ -42,6 +45,9 @@ __all__ = [
     "UnsupportedModelError",
     "custom_generate",
     "generate",
+    "grammar",
+    "json_schema",
+    "regex",
     "register_layout",
     "stream",
 ]
@@ -58,6 +64,9 @@ _MODULES = {
     "SessionStats": "stats",
     "custom_generate": "custom",
     "generate": "generation",
+    "grammar": "constraints",
+    "json_schema": "constraints",
+    "regex": "constraints",
     "register_layout": "layouts",
     "stream": "generation",
 }
