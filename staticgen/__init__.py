@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from staticgen.completions import Completed, Completion, completion
     from staticgen.constraints import grammar, json_schema, regex
     from staticgen.custom import custom_generate
     from staticgen.errors import (
@@ -31,6 +32,8 @@ __all__ = [
     "BackendUnavailableError",
     "CallStats",
     "CompileError",
+    "Completed",
+    "Completion",
     "Layout",
     "NothingAllowedError",
     "Placement",
@@ -43,6 +46,7 @@ __all__ = [
     "StaleSessionError",
     "UnknownNameError",
     "UnsupportedModelError",
+    "completion",
     "custom_generate",
     "generate",
     "grammar",
@@ -56,6 +60,8 @@ __all__ = [
 # and `staticgen --help` needs neither.
 _MODULES = {
     "CallStats": "stats",
+    "Completed": "completions",
+    "Completion": "completions",
     "Layout": "layouts",
     "Placement": "layouts",
     "RowSegment": "layouts",
@@ -63,6 +69,7 @@ _MODULES = {
     "Session": "session",
     "SessionStats": "stats",
     "custom_generate": "custom",
+    "completion": "completions",
     "generate": "generation",
     "grammar": "constraints",
     "json_schema": "constraints",

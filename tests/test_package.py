@@ -17,8 +17,7 @@ ORDER = [
     "errors", "shapes", "registry", "stats", "layouts", "rotary", "cache", "growth", "prompts", "ready", "decoding", "constraints",
     "sampling", "calls", "profiles", "attention", "legacy", "step", "backends.base", "backends", "backends.eager",
     "backends.openvino", "backends.npu", "programs", "contexts", "beams", "limits", "request", "many", "progress", "session",
-    "generation", "custom", "",
-    "text", "cli", "compile.ir", "compile",
+    "generation", "custom", "text", "detokenize", "completions", "", "flags", "cli", "compile.ir", "compile",
 ]  # fmt: skip
 
 

@@ -56,8 +56,8 @@ def test_a_prompt_of_many_chunks(smollm2):
 def test_a_chat_ends_by_itself(smollm2):
     """pad and EOS are one token in this model, and the prompt holds genuine ones: C08, C47."""
     model, tokenizer = smollm2
-    ids = encode_prompt(tokenizer, "What is the capital of France?", chat=True)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = torch.tensor([encode_prompt(tokenizer, messages)])
     rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     assert ids[0].tolist() == list(rendered["input_ids"])
     assert model.generation_config.eos_token_id in ids[0].tolist()
