@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from staticgen.completions import Completed, Completion, completion
+    from staticgen.constraints import grammar, json_schema, regex
+    from staticgen.custom import custom_generate
     from staticgen.errors import (
         BackendUnavailableError,
         CompileError,
+        NothingAllowedError,
         RecompileError,
         SessionBusyError,
         StaleSessionError,
@@ -32,6 +35,7 @@ __all__ = [
     "Completed",
     "Completion",
     "Layout",
+    "NothingAllowedError",
     "Placement",
     "RecompileError",
     "RowSegment",
@@ -43,7 +47,11 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedModelError",
     "completion",
+    "custom_generate",
     "generate",
+    "grammar",
+    "json_schema",
+    "regex",
     "register_layout",
     "stream",
 ]
@@ -60,8 +68,12 @@ _MODULES = {
     "Segment": "layouts",
     "Session": "session",
     "SessionStats": "stats",
+    "custom_generate": "custom",
     "completion": "completions",
     "generate": "generation",
+    "grammar": "constraints",
+    "json_schema": "constraints",
+    "regex": "constraints",
     "register_layout": "layouts",
     "stream": "generation",
 }

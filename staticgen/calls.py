@@ -15,6 +15,7 @@ from transformers import (
     StopStringCriteria,
 )
 
+from staticgen.constraints import read_token_mask
 from staticgen.decoding import Decoding
 from staticgen.prompts import Prompts
 from staticgen.sampling import Sampler, row_processors, warpers
@@ -22,7 +23,7 @@ from staticgen.shapes import EMPTY
 from staticgen.stats import CallStats
 
 # Arguments of a call that are objects and no settings.
-HOOKS = ("logits_processor", "stopping_criteria", "streamer", "tokenizer")
+HOOKS = ("logits_processor", "stopping_criteria", "streamer", "tokenizer", "token_mask")
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,13 @@ class Hooks:
         stopping_criteria: called once a step with the history that now ends in the new tokens, and the scores; rows
             for which one says True have ended.
         streamer: is put the prompts, then the tokens of each step.
+        token_mask: what may come next; see :func:`staticgen.constraints.read_token_mask`.
     """
 
     logits_processor: Sequence[LogitsProcessor] = ()
     stopping_criteria: Sequence[StoppingCriteria] = ()
     streamer: Any = None
+    token_mask: Any = None
 
 
 def read_hooks(settings: Decoding, prompts: Prompts, arguments: dict[str, Any]) -> Hooks:
@@ -66,7 +69,7 @@ def read_hooks(settings: Decoding, prompts: Prompts, arguments: dict[str, Any]) 
         warpers(settings)
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"decoding settings: {error}") from error
-    return Hooks(processors, criteria, streamer)
+    return Hooks(processors, criteria, streamer, arguments.pop("token_mask", None))
 
 
 def _listed(name: str, given: Any) -> list[Any]:
@@ -84,6 +87,9 @@ def _listed(name: str, given: Any) -> list[Any]:
 class Call:
     """State of one call between its steps. Rows after the prompts are padding, up to ``batch_size``.
 
+    Args:
+        sizes: the model's vocabulary, and numbers per row of logits; for a ``token_mask``.
+
     Attributes:
         stats: what is told of the call.
         token_ids, position_ids: int64 [batch_size, 1], inputs of the next decode step.
@@ -91,8 +97,27 @@ class Call:
         scores, logits: float32 [B, V] of each step so far, where the settings ask for them.
     """
 
-    def __init__(self, prompts: Prompts, settings: Decoding, batch_size: int, new_tokens: int, hooks: Hooks = Hooks()):
+    def __init__(
+        self,
+        prompts: Prompts,
+        settings: Decoding,
+        batch_size: int,
+        new_tokens: int,
+        hooks: Hooks = Hooks(),
+        sizes: tuple[int, int] = (0, 0),
+    ):
         rows = prompts.batch
+        processors, self._constraint = list(hooks.logits_processor), None
+        if hooks.token_mask is not None:
+            self._constraint = read_token_mask(
+                hooks.token_mask,
+                vocab_size=sizes[0],
+                logits_size=sizes[1],
+                prompt_width=prompts.width,
+                batch=rows,
+                eos_token_ids=settings.eos_token_ids,
+            )
+            processors.append(self._constraint)
         self.stats = CallStats(
             prompt_tokens=sum(len(row) for row in prompts.rows), new_tokens=[0] * rows, finish_reasons=[""] * rows
         )
@@ -104,12 +129,12 @@ class Call:
         self.scores: list[torch.Tensor] | None = [] if settings.output_scores else None
         self.logits: list[torch.Tensor] | None = [] if settings.output_logits else None
         self._rows, self._left, self._hooks = rows, new_tokens, hooks
-        self._sampler = Sampler(settings, prompts.rows, new_tokens, hooks.logits_processor)
+        self._sampler = Sampler(settings, prompts.rows, new_tokens, processors)
         self._fill = settings.fill_token_id
         self._eos = torch.tensor(settings.eos_token_ids, dtype=torch.int64, device="cpu")
         self._running = torch.ones(rows, dtype=torch.bool, device="cpu")
         self._padded: torch.Tensor | None = None
-        if hooks.logits_processor or hooks.stopping_criteria:
+        if processors or hooks.stopping_criteria:
             self._padded = prompts.ids.where(prompts.mask, torch.tensor(self._fill, device="cpu"))
         self._ids, self._began = prompts.ids, time.perf_counter()
 
@@ -132,9 +157,8 @@ class Call:
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """The next token of each row, int64 [B], from the step's logits [batch_size, V]; a fresh tensor."""
         logits = logits[: self._rows]
-        for processor in self._hooks.logits_processor:
-            if hasattr(processor, "running"):  # constraints ask nothing of rows that have ended
-                processor.running = self._running
+        if self._constraint is not None:  # which asks nothing of rows that have ended
+            self._constraint.running = self._running
         scores = self._sampler.process(logits, self._padded)
         tokens = torch.where(self._running, self._sampler.choose(scores), self._fill)
         if self.logits is not None:

@@ -29,3 +29,7 @@ class StaleSessionError(RuntimeError):
 
 class CompileError(RuntimeError):
     """A compiler refused the step; the message holds its words and the size."""
+
+
+class NothingAllowedError(ValueError):
+    """A token mask left a running row no token to take; the message names the row, the step and the reason."""

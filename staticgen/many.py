@@ -43,6 +43,7 @@ def run_many(
     requests: Sequence[Request],
     new_tokens: Sequence[int],
     batch_size: int,
+    sizes: tuple[int, int],
     stats: CallStats,
     report: Callable[[], None],
 ) -> list[torch.Tensor]:
@@ -72,9 +73,8 @@ def run_many(
         if taken:
             for row, index in taken.items():
                 rows[row] = index
-                calls[index] = Call(
-                    requests[index].prompts, requests[index].settings, 1, new_tokens[index], requests[index].hooks
-                )
+                asked = requests[index]
+                calls[index] = Call(asked.prompts, asked.settings, 1, new_tokens[index], asked.hooks, sizes)
             logits = context.insert({row: requests[index].prompts.rows[0] for row, index in taken.items()})
             for row, index in taken.items():
                 choose(index, row, logits)

@@ -197,6 +197,8 @@ class Session:
                 - ``frequency_penalty``, ``presence_penalty``: see :class:`staticgen.decoding.Decoding`
                 - ``logits_processor``, ``stopping_criteria``, ``streamer``: transformers' objects or one's own; see
                   :class:`staticgen.calls.Hooks`
+                - ``token_mask``: which tokens may come next: bool [V] or [B, V], a callable that gives one for the
+                  history int64 [B, t], or :func:`staticgen.regex`, ``json_schema`` or ``grammar``
                 - ``overflow``: the policy of this call, if not the session's
                 - ``past_key_values``: keys and values of the first tokens of ``ids``, which then do not run: a
                   transformers ``Cache``, or per layer its keys and values [B, K, n, D]. It is read, not changed.
@@ -277,7 +279,7 @@ class Session:
             stats = CallStats(sum(r.prompts.longest for r in requests), [0] * total, [""] * total)
             self.stats.last = stats
             with torch.inference_mode(False):
-                return run_many(self._context, requests, counts, self.batch_size, stats, report)
+                return run_many(self._context, requests, counts, self.batch_size, self._sizes, stats, report)
 
     def _read(
         self, ids: Any, attention_mask: Any, generation_config: GenerationConfig | None, arguments: Mapping[str, Any]
@@ -338,13 +340,18 @@ class Session:
         policy, new_tokens = self._plan(request)
         past = request.past_key_values
         ready = None if past is None else self._read_past(past, prompts)
-        call = Call(prompts.repeated(copies), settings, self.batch_size, new_tokens, request.hooks)
+        repeated = prompts.repeated(copies)
+        call = Call(repeated, settings, self.batch_size, new_tokens, request.hooks, self._sizes)
         window = self.max_length if policy == "slide" else None
 
         def prefill() -> torch.Tensor:
             return self._context.prefill(prompts.rows, window, ready, copies)
 
         return call, self._tokens(call, prefill)
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return self._step.vocab_size, self._step.logits_size
 
     def _require_rows(self, prompts: Prompts, copies: int, name: str) -> None:
         if prompts.batch * copies > self.batch_size:
@@ -373,8 +380,14 @@ class Session:
                 f"num_beams is {settings.num_beams}, more than the session's batch_size of {self.batch_size}; make a "
                 "session with a larger batch_size"
             )
-        if request.past_key_values is not None or request.hooks.streamer is not None:
-            raise ValueError("num_beams above 1 goes neither with past_key_values nor with a streamer; leave them out")
+        hooks = request.hooks
+        for name, given in {
+            "past_key_values": request.past_key_values,
+            "streamer": hooks.streamer,
+            "token_mask": hooks.token_mask,
+        }.items():
+            if given is not None:
+                raise ValueError(f"num_beams above 1 does not go with {name}; leave one of them out")
         policy, new_tokens = self._plan(request)
         if policy in ENDLESS:
             raise ValueError(f"num_beams above 1 does not go with overflow={policy!r}; use 'error' or 'stop'")

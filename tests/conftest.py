@@ -11,6 +11,10 @@ import torch
 torch.set_num_threads(max(1, (os.cpu_count() or 2) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 
 
+def pytest_addoption(parser):
+    parser.addoption("--write-families", action="store_true", help="write the README's table of model families")
+
+
 @pytest.fixture(scope="session")
 def tiny_llama():
     return models.llama()

@@ -49,7 +49,7 @@ def test_every_processor_of_a_chain_does_what_transformers_does(left_out):
     settings = {name: value for name, value in CHAIN.items() if name != left_out or name == "do_sample"}
     logits = torch.randn(1, 128, generator=torch.Generator().manual_seed(3))
     found = sampler([ROWS[0]], **settings).process(logits, ROWS[0][None])
-    config = tf.GenerationConfig(**settings)
+    config = tf.GenerationConfig(**{"top_k": 50, **settings})  # transformers' default
     MODEL._prepare_special_tokens(config, device="cpu")
     chain = MODEL._get_logits_processor(
         config, input_ids_seq_length=4, logits_processor=LogitsProcessorList(), device="cpu"
