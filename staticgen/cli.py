@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from staticgen.flags import LAYOUT, MODEL, SESSION, shared_flags
+from staticgen.flags import CONSTRAINT, LAYOUT, MODEL, SESSION, shared_flags
 
 if TYPE_CHECKING:
     from staticgen.completions import Completion
@@ -164,7 +164,7 @@ def _errors() -> Iterator[None]:
         raise typer.Exit(130) from None
     except (typer.Exit, BrokenPipeError):  # typer ends quietly when nobody reads on
         raise
-    except (ValueError, TypeError, RuntimeError, OSError, ArithmeticError, MemoryError) as error:
+    except (ValueError, TypeError, RuntimeError, OSError, ArithmeticError, MemoryError, ImportError) as error:
         _print_error(error)
         raise typer.Exit(1) from None
 
@@ -189,6 +189,15 @@ def _lines(file: str) -> list[str]:
     return lines
 
 
+def _text_or_file(value: str, name: str) -> str:
+    """A constraint as it was typed, or the text of the file that was named; a pattern is never a file."""
+    return (
+        Path(value).read_text(encoding="utf-8-sig")
+        if name != "regex" and "\n" not in value and Path(value).is_file()
+        else value
+    )
+
+
 def _open(given: Mapping[str, Any], prompts: list[Any], max_length: int) -> tuple[Completion, float]:
     """Load and compile what the flags ask for; how long loading took.
 
@@ -197,6 +206,7 @@ def _open(given: Mapping[str, Any], prompts: list[Any], max_length: int) -> tupl
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # loading a GGUF file draws a bar that nothing else turns off
     with console.status("importing"):
+        from staticgen import constraints  # noqa: PLC0415
         from staticgen.backends import open_backend  # noqa: PLC0415
         from staticgen.completions import Completion, check_calls, default_max_length  # noqa: PLC0415
         from staticgen.layouts import layout_class  # noqa: PLC0415
@@ -205,6 +215,9 @@ def _open(given: Mapping[str, Any], prompts: list[Any], max_length: int) -> tupl
     dtype = given.get("dtype", "float32")
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
+    used = [name for name in CONSTRAINT if name in given]
+    if len(used) > 1:
+        raise ValueError(f"{' and '.join(used)} are given, expected one constraint")
     layout = given.get("layout", default_layout(given.get("overflow")))
     read_overflow(given.get("overflow"), layout, layout_class(layout))
     open_backend(given.get("backend", "auto"), given.get("device"))
@@ -213,10 +226,13 @@ def _open(given: Mapping[str, Any], prompts: list[Any], max_length: int) -> tupl
         _quiet_transformers()
         network, tokenizer = load_text_model(given.get("model"), DTYPES[dtype])
     load_seconds = time.perf_counter() - start
-    arguments = {name: value for name, value in given.items() if name not in MODEL and name not in LAYOUT}
+    elsewhere = {**MODEL, **LAYOUT, **CONSTRAINT}
+    arguments = {name: value for name, value in given.items() if name not in elsewhere}
     arguments.setdefault("max_length", default_max_length(network, max_length))
     decoding = {name: value for name, value in arguments.items() if name not in SESSION and name != "stop"}
     check_calls(network, [encode_prompt(tokenizer, prompt) for prompt in prompts], decoding, arguments)
+    for name in used:
+        arguments["token_mask"] = getattr(constraints, name)(_text_or_file(given[name], name), tokenizer)
     options = {name: given[name] for name in LAYOUT if name in given}
     with console.status("compiling"):
         complete = Completion(network, tokenizer, layout_options=options, **arguments)
@@ -234,8 +250,7 @@ def _last_call(complete: Completion) -> list[str]:
     if call.steps:
         parts += [f"{1000 * call.seconds_per_token:.1f} ms/token", f"{1 / call.seconds_per_token:.1f} tokens/s"]
     if call.new_tokens:  # beams are not counted
-        reason = call.finish_reasons[0] or "stop"  # the session knows nothing of stop strings
-        parts.append(f"{call.prompt_tokens} + {call.new_tokens[0]} tokens, ended by {reason}")
+        parts.append(f"{call.prompt_tokens} + {call.new_tokens[0]} tokens, ended by {call.finish_reasons[0]}")
     return parts
 
 

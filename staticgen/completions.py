@@ -207,8 +207,7 @@ class Completion:
         read = self._check([ids], settings)
         if read.num_beams > 1:
             return (one.text for one in self._search_beams(ids, settings, read.eos_token_ids))
-        steps = self._steps(self._open([ids], settings), [self._row(ids, settings)])
-        return _first_of_each(steps)
+        return _first_of_each(self._steps(*self._open([ids], settings)))
 
     def results(self, prompts: Sequence[Any], **arguments: Any) -> Iterator[list[Completed]]:
         """For each prompt of a list its texts and how they ended, as soon as they are there.
@@ -272,12 +271,11 @@ class Completion:
         ids = [one for one in ids for _ in range(count)]
         size = self.session.batch_size
         turns = [ids[start : start + size] for start in range(0, len(ids), size)]
-        streams = [self._open(turn, settings, number) for number, turn in enumerate(turns)]
+        opened = [self._open(turn, settings, number) for number, turn in enumerate(turns)]
 
         def complete() -> Iterator[list[Completed]]:
             done: list[Completed] = []
-            for turn, stream in zip(turns, streams, strict=True):
-                rows = [self._row(one, settings) for one in turn]
+            for turn, (stream, rows) in zip(turns, opened, strict=True):
                 if streamer is not None:
                     streamer.put(torch.tensor(turn, device="cpu"))
                 for _ in self._steps(stream, rows, streamer):
@@ -297,7 +295,8 @@ class Completion:
         for tokens in output[:, len(ids) :].tolist():
             row = self._row(ids, settings)
             for left, token in zip(reversed(range(len(tokens))), tokens, strict=True):
-                row.put(token, "eos" if token in eos else "" if left else "length")
+                row.take(token)
+                row.settle("eos" if token in eos else "" if left else "length")
             rows.append(row.completed())
         return rows
 
@@ -306,13 +305,24 @@ class Completion:
         if not self.session.is_current(self._model):
             self.session = Session(self._model, **self._session_arguments)
 
-    def _open(self, ids: list[list[int]], settings: _Settings, turn: int = 0) -> Iterator[torch.Tensor]:
-        """A stream of the session that is checked, and has not begun."""
+    def _open(
+        self, ids: list[list[int]], settings: _Settings, turn: int = 0
+    ) -> tuple[Iterator[torch.Tensor], list[_Row]]:
+        """A stream of the session, which is checked and has not begun, and the texts that it will fill."""
         self._renew()
-        decoding = settings.decoding
+        rows = [self._row(one, settings) for one in ids]
+
+        def stopped(history: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            """A criterion of the session: rows that hold a stop string with the newest tokens."""
+            ends = [row.take(token) for row, token in zip(rows, history[:, -1].tolist(), strict=True)]
+            return torch.tensor(ends, device="cpu")
+
+        decoding = dict(settings.decoding)
         if turn and decoding.get("seed") is not None:
-            decoding = {**decoding, "seed": decoding["seed"] + turn}
-        return self.session.stream(ids, **decoding)
+            decoding["seed"] += turn
+        given = decoding.pop("stopping_criteria", None) or []
+        criteria = [*given] if isinstance(given, (list, tuple)) else [given]
+        return self.session.stream(ids, stopping_criteria=[*criteria, stopped], **decoding), rows
 
     def _row(self, ids: list[int], settings: _Settings) -> _Row:
         return _Row(RowText(self.tokenizer, settings.stop, settings.skip_special_tokens), len(ids))
@@ -320,15 +330,13 @@ class Completion:
     def _steps(
         self, stream: Iterator[torch.Tensor], rows: Sequence[_Row], streamer: Any = None
     ) -> Generator[list[str], None, None]:
-        """Run a stream; the new text of every row, step by step, until all rows have ended."""
+        """Run a stream; the new text of every row, step by step."""
         with closing(stream):  # type: ignore[type-var]
             for tokens in stream:
                 if streamer is not None:
                     streamer.put(tokens)
                 reasons = self.session.stats.last.finish_reasons
-                yield [row.put(*one) for row, *one in zip(rows, tokens.tolist(), reasons, strict=True)]
-                if all(row.finish_reason for row in rows):
-                    return
+                yield [row.settle(reason) for row, reason in zip(rows, reasons, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -355,18 +363,24 @@ class _Row:
     new_tokens: int = 0
     finish_reason: str = ""
     said: list[str] = field(default_factory=list)
+    new: str = ""
 
-    def put(self, token: int, reason: str) -> str:
-        """Take in a token, and why the session ended the row with it, if it did; the text that is final now."""
-        if self.finish_reason:  # padding
-            return ""
-        self.new_tokens += 1
-        new = self.text.put(token)
-        if reason and not self.text.stopped:
-            new += self.text.end()
-        self.finish_reason = "stop" if self.text.stopped else reason
-        self.said.append(new)
-        return new
+    def take(self, token: int) -> bool:
+        """Take in the token of a step, unless it is padding; whether the row has stopped."""
+        self.new = ""
+        if not self.finish_reason:
+            self.new_tokens += 1
+            self.new = self.text.put(token)
+        return self.text.stopped
+
+    def settle(self, reason: str) -> str:
+        """End a step, with which the session ended the row if there is a reason; the text that is final now."""
+        if not self.finish_reason:
+            if reason and not self.text.stopped:
+                self.new += self.text.end()
+            self.finish_reason = "stop" if self.text.stopped else reason
+            self.said.append(self.new)
+        return self.new
 
     def completed(self) -> Completed:
         return Completed("".join(self.said), self.prompt_tokens, self.new_tokens, self.finish_reason)

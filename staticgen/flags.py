@@ -106,7 +106,12 @@ CHOICE = {
     "remove_invalid_values": Flag(_CHOICE, bool, "Repair scores that are no numbers.", ("--remove-invalid-values",)),
     "renormalize_logits": Flag(_CHOICE, bool, "Normalise scores after all processors.", ("--renormalize-logits",)),
 }  # fmt: skip
-ALL = {**MODEL, **LENGTH, **CHOICE, **SESSION, **LAYOUT}
+CONSTRAINT = {
+    "regex": Flag(_CHOICE, str, "A regular expression that the whole answer matches."),
+    "json_schema": Flag(_CHOICE, str, "A JSON schema, or a file of one, that the answer obeys."),
+    "grammar": Flag(_CHOICE, str, "A Lark grammar, or a file of one, that derives the answer."),
+}
+ALL = {**MODEL, **LENGTH, **CHOICE, **CONSTRAINT, **SESSION, **LAYOUT}
 
 
 def shared_flags(helps: Mapping[str, str] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -176,6 +176,21 @@ def test_settings_do_what_they_do_in_transformers(folder, capfd, used, settings)
     assert (code, out) == (0, wanted + "\n"), err
 
 
+def test_constraints(folder, capfd, tmp_path):
+    common = ["generate", "--model", folder, "--backend", "eager", "--prompt", "hello", "--max-new-tokens", 30]
+    assert run(capfd, *common, "--regex", "[xy]{3}[0-9]")[1][:3].strip("xy") == ""
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    for used in (json.dumps(schema), tmp_path / "schema.json"):
+        answer = run(capfd, *common, "--json-schema", used)[1].split()
+        assert "".join(answer)[:5] == '{"n":'
+    (tmp_path / "grammar").write_text('start: "ab" | "cd"')
+    assert run(capfd, *common, "--grammar", tmp_path / "grammar")[1] in ("ab\n", "cd\n")
+    code, _, err = run(capfd, *common, "--regex", "a", "--grammar", "b")
+    assert (code, err) == (1, "error: regex and grammar are given, expected one constraint\n")
+    assert run(capfd, *common, "--json-schema", "{")[0] == 1
+
+
 def test_every_decoding_setting_has_a_flag():
     """But those that give a call another shape, which text has no place for."""
     other = {"stop_strings", "num_return_sequences"}  # --stop, --samples
@@ -235,7 +250,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_compiled(folder, capfd,
 
 @pytest.mark.parametrize("error", [MemoryError(), MemoryError("no room"), RuntimeError("a\nb"), OverflowError("x")])
 def test_errors_while_it_runs(folder, capfd, monkeypatch, error):
-    def fail(*_):
+    def fail(*_, **__):
         raise error
 
     monkeypatch.setattr(staticgen.session.Session, "stream", fail)

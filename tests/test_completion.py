@@ -199,7 +199,9 @@ def test_stop_strings(tokenizer, text, stop, wanted, new_tokens):
     complete = saying(tokenizer, text)
     assert complete("x", stop=stop) == "".join(complete.stream("x", stop=stop)) == wanted
     ((result,),) = complete.results(["x"], stop=stop)
-    assert result == staticgen.Completed(wanted, 2, new_tokens, "eos" if wanted == text else "stop")
+    reason = "eos" if wanted == text else "stop"
+    assert result == staticgen.Completed(wanted, 2, new_tokens, reason)
+    assert complete.session.stats.last.finish_reasons == [reason]
     assert complete.session.stats.last.steps == new_tokens - 1  # no step after the end
 
 
@@ -219,6 +221,24 @@ def test_one_row_of_a_batch_stops(tokenizer):
     assert (second[0].new_tokens, second[0].finish_reason) == (11, "eos")
     assert complete(prompts, stop=["END", "3"]) == ["ab ", "012"]
     assert complete.session.stats.last.steps == 5
+
+
+def test_a_row_that_stopped_asks_nothing_of_a_mask(tokenizer):
+    """A pattern may leave it no token after the stop string, while the other row goes on."""
+    scripts = {2: encode_prompt(tokenizer, "ab")[1:], 101: encode_prompt(tokenizer, "cdefgh")[1:]}
+    complete = staticgen.completion(
+        texts.scripted(scripts), tokenizer, backend="eager", batch_size=2, max_length=200, max_tokens=6
+    )
+
+    def nothing_in_row_0_after_two(history):
+        mask = torch.ones(2, 259, dtype=torch.bool)
+        mask[0] = history.shape[1] < 101 + 2
+        return mask
+
+    prompts = ["x", "y" * 100]
+    assert complete(prompts, token_mask=nothing_in_row_0_after_two, stop=["b"]) == ["a", "cdefgh"]
+    with pytest.raises(staticgen.NothingAllowedError, match="row 0 at step 2"):
+        complete(prompts, token_mask=nothing_in_row_0_after_two)
 
 
 class Recorder(BaseStreamer):
