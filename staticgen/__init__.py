@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     )
     from staticgen.generation import generate, stream
     from staticgen.layouts import Layout, Placement, RowSegment, Segment, register_layout
+    from staticgen.prefixes import Prefix, load_prefix
     from staticgen.session import Session
     from staticgen.stats import CallStats, SessionStats
 
@@ -30,6 +31,7 @@ __all__ = [
     "CompileError",
     "Layout",
     "Placement",
+    "Prefix",
     "RecompileError",
     "RowSegment",
     "Segment",
@@ -40,6 +42,7 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedModelError",
     "generate",
+    "load_prefix",
     "register_layout",
     "stream",
 ]
@@ -50,11 +53,13 @@ _MODULES = {
     "CallStats": "stats",
     "Layout": "layouts",
     "Placement": "layouts",
+    "Prefix": "prefixes",
     "RowSegment": "layouts",
     "Segment": "layouts",
     "Session": "session",
     "SessionStats": "stats",
     "generate": "generation",
+    "load_prefix": "prefixes",
     "register_layout": "layouts",
     "stream": "generation",
 }

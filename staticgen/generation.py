@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from staticgen.decoding import Decoding
 from staticgen.layouts import layout_class
 from staticgen.limits import ENDLESS, default_layout, new_token_count, read_overflow
+from staticgen.prefixes import Prefix, after_prefix, read_prefix
 from staticgen.prompts import Prompts
 from staticgen.ready import warn_that_keys_win
 from staticgen.session import Session, read_call
@@ -41,6 +42,7 @@ def generate(
     cache_sizes: Sequence[int] | None = None,
     device: str | None = None,
     backend_options: Mapping[str, str] | None = None,
+    prefix: Prefix | None = None,
     past_key_values: Any = None,
     cache_implementation: str | None = None,
     generation_config: GenerationConfig | None = None,
@@ -63,6 +65,8 @@ def generate(
         backend: ``"auto"``, ``"openvino"``, ``"npu"``, ``"eager"``; see :class:`staticgen.Session`, also for
             ``layout``, ``layout_options``, ``overflow``, ``prefill_buckets``, ``cache_sizes``, ``device`` and
             ``backend_options``.
+        prefix: what the prompts begin with, of ``Session.prefix`` or :func:`staticgen.load_prefix`; see
+            :meth:`staticgen.Session.generate`.
         past_key_values: keys and values of the first tokens; see :meth:`staticgen.Session.generate`.
         cache_implementation: the layout, by transformers' word for it.
         generation_config, decoding: see :meth:`staticgen.Session.generate`.
@@ -78,10 +82,10 @@ def generate(
     lengths = {"max_length": max_length, "max_new_tokens": max_new_tokens}
     session, prompts, settings = _prepare(
         model, ids, attention_mask, generation_config, {**_given(lengths), **decoding},
-        past_key_values, cache_implementation, overflow=overflow, backend=backend, layout=layout, layout_options=layout_options,
+        prefix, past_key_values, cache_implementation, overflow=overflow, backend=backend, layout=layout, layout_options=layout_options,
         prefill_buckets=prefill_buckets, cache_sizes=cache_sizes, device=device, backend_options=backend_options,
     )  # fmt: skip
-    return session.run_to_end(prompts, settings, overflow, past_key_values)
+    return session.run_to_end(prompts, settings, overflow, read_prefix(prefix, past_key_values))
 
 
 def stream(
@@ -99,6 +103,7 @@ def stream(
     cache_sizes: Sequence[int] | None = None,
     device: str | None = None,
     backend_options: Mapping[str, str] | None = None,
+    prefix: Prefix | None = None,
     past_key_values: Any = None,
     cache_implementation: str | None = None,
     generation_config: GenerationConfig | None = None,
@@ -112,10 +117,10 @@ def stream(
     lengths = {"max_length": max_length, "max_new_tokens": max_new_tokens}
     session, prompts, settings = _prepare(
         model, ids, attention_mask, generation_config, {**_given(lengths), **decoding},
-        past_key_values, cache_implementation, overflow=overflow, backend=backend, layout=layout, layout_options=layout_options,
+        prefix, past_key_values, cache_implementation, overflow=overflow, backend=backend, layout=layout, layout_options=layout_options,
         prefill_buckets=prefill_buckets, cache_sizes=cache_sizes, device=device, backend_options=backend_options,
     )  # fmt: skip
-    return session.run(prompts, settings, overflow, past_key_values)
+    return session.run(prompts, settings, overflow, read_prefix(prefix, past_key_values))
 
 
 def _prepare(
@@ -124,6 +129,7 @@ def _prepare(
     attention_mask: Any,
     generation_config: GenerationConfig | None,
     decoding: Mapping[str, Any],
+    prefix: Any,
     past_key_values: Any,
     cache_implementation: str | None,
     *,
@@ -135,6 +141,7 @@ def _prepare(
     layout = _layout(layout, cache_implementation, overflow, past_key_values)
     policy = read_overflow(overflow, layout, layout_class(layout))
     prompts, settings = read_call(model, ids, attention_mask, generation_config, decoding)
+    prompts = after_prefix(prompts, read_prefix(prefix, past_key_values))
     capacity = _capacity(model, prompts, settings, policy)
     new_token_count(prompts, settings, capacity, policy)
     session = session_for(model, max_length=capacity, batch_size=prompts.batch, layout=layout, **session_arguments)
@@ -161,8 +168,7 @@ def _capacity(model: PreTrainedModel, prompts: Prompts, settings: Decoding, over
     limit = position_limit(model)
     if limit is not None and prompts.width > limit and overflow not in ENDLESS:
         raise ValueError(
-            f"ids has {prompts.width} tokens, but model_type {model.config.model_type!r} has {limit} positions; "
-            "shorten the prompt"
+            f"{prompts.size}, but model_type {model.config.model_type!r} has {limit} positions; shorten the prompt"
         )
     if settings.max_length is not None:
         return settings.max_length

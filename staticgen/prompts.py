@@ -19,11 +19,13 @@ class Prompts:
         ids: int64 [B, T] as the caller gave them, padding included; the result starts with them.
         rows: for every prompt its real tokens, int64 [t], without padding.
         mask: bool [B, T], where ``ids`` holds real tokens.
+        before: tokens without ids that stand before each of the rows: those of a learned prefix.
     """
 
     ids: torch.Tensor
     rows: tuple[torch.Tensor, ...]
     mask: torch.Tensor
+    before: int = 0
 
     @property
     def batch(self) -> int:
@@ -31,8 +33,13 @@ class Prompts:
 
     @property
     def width(self) -> int:
-        """T, the padded length: what ``max_length`` counts, as in transformers."""
-        return self.ids.shape[1]
+        """T, the padded length, and what stands before: what ``max_length`` counts, as in transformers."""
+        return self.before + self.ids.shape[1]
+
+    @property
+    def size(self) -> str:
+        """What the width is made of, in words."""
+        return f"{'the prefix and ids have' if self.before else 'ids has'} {self.width} tokens"
 
     @property
     def longest(self) -> int:

@@ -27,6 +27,15 @@ from staticgen.limits import (
     require_count,
     require_positions,
 )
+from staticgen.prefix_cache import PrefixCache, Recorder
+from staticgen.prefixes import (
+    Prefix,
+    after_prefix,
+    prefix_of_keys_values,
+    prefix_of_tokens,
+    read_prefix,
+    require_prefix_layout,
+)
 from staticgen.programs import Programs
 from staticgen.prompts import Prompts, read_prompts
 from staticgen.ready import ReadyKeys, read_past_key_values, warn_that_keys_win
@@ -53,6 +62,8 @@ class Session:
             "length". ``"slide"`` goes on and forgets the oldest tokens: no token sees further back than
             ``max_length`` positions, its own included. ``"sink"`` goes on with the first and the newest tokens;
             it needs that layout. None: what suits the layout, ``"sink"`` for that one and else ``"error"``.
+        prefix_cache: bytes for the keys and values of the prompts and answers so far; of a later prompt that begins
+            like one of them, only what is new runs. 0 for none. See :class:`staticgen.prefix_cache.PrefixCache`.
         prefill_buckets: prompt tokens per prefill step, one program each; None for the target's own.
         cache_sizes: cache lengths below ``max_length`` at which decode is compiled too, so that its cost
             follows the tokens that are live; None for those of the target's own up to half of it.
@@ -82,6 +93,7 @@ class Session:
         layout: str | None = None,
         layout_options: Mapping[str, Any] | None = None,
         overflow: str | None = None,
+        prefix_cache: int | None = None,
         prefill_buckets: Sequence[int] | None = None,
         cache_sizes: Sequence[int] | None = None,
         device: str | None = None,
@@ -92,6 +104,7 @@ class Session:
         layout = default_layout(overflow) if layout is None else layout
         read_overflow(overflow, layout, layout_class(layout))
         self._asked_overflow = overflow
+        budget = 0 if prefix_cache is None else require_count("prefix_cache", prefix_cache, least=0)
         self.backend: Backend = open_backend(backend, device, backend_options)
         self.prefill_buckets = fit_buckets(prefill_buckets, self.backend.prefill_buckets, self.max_length)
         self.cache_sizes = fit_cache_sizes(cache_sizes, self.backend.cache_sizes, self.max_length)
@@ -101,6 +114,8 @@ class Session:
         self._user: threading.Thread | None = None
         self.stats = SessionStats()
         self._programs = Programs(self._step, self.backend, self.batch_size, self.stats)
+        self._prefix_cache = PrefixCache(budget, self._step.cache_spec, self.stats) if budget else None
+        self._recorder: Recorder | None = None
         self._set_layout(layout, layout_options or {}, overflow)
 
     def set_cache_implementation(self, name: str, /, **parameters: Any) -> None:
@@ -128,6 +143,8 @@ class Session:
     def _set_layout(self, name: str, options: Mapping[str, Any], overflow: str | None) -> None:
         cls = layout_class(name)
         policy = read_overflow(overflow, name, cls)
+        if self._prefix_cache is not None:
+            require_prefix_layout(name, cls, "prefix_cache")
         make = layout_factory(name, options)
         capacity = make(self.max_length).capacity
         context: Context
@@ -144,6 +161,7 @@ class Session:
             )
         self._programs.prepare(context.sizes())
         self._context, self._capacity = context, capacity
+        self._most_kept = self.max_length if capacity is None else min(capacity, self.max_length)
         self.layout, self.layout_options, self.overflow = name.strip().lower(), dict(options), policy
         self.stats.cache_bytes = context.nbytes
 
@@ -168,12 +186,38 @@ class Session:
         """Whether ``model`` is what it was when this session was compiled: weights, modules and config."""
         return model_stamp(model) == self._step.stamp
 
+    @torch.inference_mode(False)
+    def prefix(self, ids: Any = None, *, keys_values: Any = None) -> Prefix:
+        """Compute a prefix once, to be used as ``generate(..., prefix=prefix)`` any number of times.
+
+        Args:
+            ids: its tokens, one row: int64 [n] or [1, n], or a list.
+            keys_values: instead of them, a learned prefix (prefix tuning): per layer the keys, as the model caches
+                them at positions 0 to n - 1, and the values, [K, n, D] or [1, K, n, D], or a transformers ``Cache``.
+
+        Returns:
+            a prefix, for every session of this model; it can be saved. It shares no memory with the session.
+
+        Raises:
+            ValueError, TypeError: bad input, or a layout that keeps nothing; nothing has run then.
+            StaleSessionError, SessionBusyError: see :meth:`generate`.
+        """
+        self._require_current()
+        if (ids is None) == (keys_values is None):
+            raise ValueError("prefix takes either ids or keys_values")
+        if keys_values is not None:
+            return prefix_of_keys_values(keys_values, self._step)
+        with _Hold(self):
+            require_prefix_layout(self.layout, layout_class(self.layout), "a prefix")
+            return prefix_of_tokens(ids, self._step, self._context, self._most_kept)
+
     def generate(
         self,
         ids: Any,
         attention_mask: Any = None,
         *,
         overflow: str | None = None,
+        prefix: Prefix | None = None,
         past_key_values: Any = None,
         cache_implementation: str | None = None,
         generation_config: GenerationConfig | None = None,
@@ -185,6 +229,8 @@ class Session:
             ids: int64 [B, T] or [T]: tensor, numpy array, list of ids or (ragged) list of lists.
             attention_mask: [B, T], 1 on real tokens, 0 on the padding at the left.
             overflow: the policy of this call, if not the session's: ``"error"``, ``"stop"``, ``"slide"`` or ``"sink"``.
+            prefix: what :meth:`prefix` made. ``ids`` are the whole prompts, each of which begins with its tokens;
+                after a learned prefix, which has none, they are what follows it, and ``max_length`` counts both.
             past_key_values: keys and values of the first tokens of ``ids``, which then do not run: a
                 transformers ``Cache``, or per layer its keys and values [B, K, n, D]. It is read, not changed.
             cache_implementation: the session's layout, if anything; :meth:`set_cache_implementation` changes it.
@@ -205,7 +251,7 @@ class Session:
         """
         self._check_implementation(cache_implementation, past_key_values)
         prompts, settings = self._read(ids, attention_mask, generation_config, decoding)
-        return self.run_to_end(prompts, settings, overflow, past_key_values)
+        return self.run_to_end(prompts, settings, overflow, read_prefix(prefix, past_key_values))
 
     def stream(
         self,
@@ -213,6 +259,7 @@ class Session:
         attention_mask: Any = None,
         *,
         overflow: str | None = None,
+        prefix: Prefix | None = None,
         past_key_values: Any = None,
         cache_implementation: str | None = None,
         generation_config: GenerationConfig | None = None,
@@ -224,7 +271,7 @@ class Session:
         """
         self._check_implementation(cache_implementation, past_key_values)
         prompts, settings = self._read(ids, attention_mask, generation_config, decoding)
-        return self.run(prompts, settings, overflow, past_key_values)
+        return self.run(prompts, settings, overflow, read_prefix(prefix, past_key_values))
 
     def _check_implementation(self, name: str | None, past_key_values: Any) -> None:
         if name is None:
@@ -241,13 +288,17 @@ class Session:
     def _read(
         self, ids: Any, attention_mask: Any, generation_config: GenerationConfig | None, decoding: Mapping[str, Any]
     ) -> tuple[Prompts, Decoding]:
+        return read_call(self._require_current(), ids, attention_mask, generation_config, decoding)
+
+    def _require_current(self) -> PreTrainedModel:
+        """The model, which must be what it was; the step's copy of it where it is gone."""
         model = self._model()
         if model is not None and not self.is_current(model):
             raise StaleSessionError(
                 "the model's weights, modules or config changed after this session was compiled from them; "
                 "make a new staticgen.Session"
             )
-        return read_call(model or self._step.model, ids, attention_mask, generation_config, decoding)
+        return model or self._step.model
 
     def run_to_end(
         self, prompts: Prompts, settings: Decoding, overflow: str | None = None, past_key_values: Any = None
@@ -266,13 +317,17 @@ class Session:
                 "make a session with a larger batch_size or split the call"
             )
         policy = self.overflow if overflow is None else self._read_overflow(overflow)
+        prompts = after_prefix(prompts, past_key_values)
         remedy = "make a session with a larger max_length"
         new_tokens = new_token_count(prompts, settings, self.max_length, policy, remedy)
         ready = None if past_key_values is None else self._read_past(past_key_values, prompts)
         window = self.max_length if policy == "slide" else None
         return self._tokens(new_tokens, prompts, settings, window, ready)
 
-    def _read_past(self, past_key_values: Any, prompts: Prompts) -> ReadyKeys:
+    def _read_past(self, past_key_values: Any, prompts: Prompts) -> ReadyKeys | None:
+        if isinstance(past_key_values, Prefix):
+            require_prefix_layout(self.layout, layout_class(self.layout), "prefix")
+            return past_key_values.ready(prompts, self._step, self.batch_size, self._most_kept)
         if layout_class(self.layout).recomputes:
             raise ValueError(
                 f"layout {self.layout!r} keeps no keys and values, so that it cannot take past_key_values: leave them "
@@ -299,12 +354,15 @@ class Session:
         """The loop: prefill, then choose a token, hand it out, run one step; until all rows have ended."""
         with _Hold(self) as hold:
             call, logits = self._begin(new_tokens, prompts, settings, window, ready)
-            while True:
-                yield self._choose(call, logits)
-                hold.resume()
-                if call.finished:
-                    return
-                logits = self._decode(call)
+            try:
+                while True:
+                    yield self._choose(call, logits)
+                    hold.resume()
+                    if call.finished:
+                        return
+                    logits = self._decode(call)
+            finally:
+                self._keep()
 
     # The caller may be in inference mode while a stream is begun and not while it goes on, or the other way
     # round. Tensors made in that mode cannot be written outside it, so that none of ours is made in it.
@@ -315,7 +373,21 @@ class Session:
     ) -> tuple[Call, torch.Tensor]:
         call = Call(prompts, settings, self.batch_size, new_tokens)
         self.stats.last = call.stats
-        return call, self._context.prefill(prompts.rows, window, ready)
+        call.position_ids[: prompts.batch] += prompts.before
+        self._recorder = None
+        if self._prefix_cache is not None and ready is None:
+            ready = self._prefix_cache.find(prompts.rows, self.batch_size, self._most_kept)
+            self._recorder = Recorder(self._prefix_cache, prompts.rows, self._most_kept)
+        call.stats.reused_tokens = 0 if ready is None else sum(ready.counts)
+        logits = self._context.prefill(prompts.rows, window, ready)
+        self._keep()
+        return call, logits
+
+    @torch.inference_mode(False)
+    def _keep(self) -> None:
+        """What has run goes to the prefix cache."""
+        if self._recorder is not None:
+            self._recorder.keep(self._context.read)
 
     @torch.inference_mode(False)
     def _choose(self, call: Call, logits: torch.Tensor) -> torch.Tensor:
@@ -325,6 +397,8 @@ class Session:
     def _decode(self, call: Call) -> torch.Tensor:
         start = time.perf_counter()
         logits = self._context.decode(call.token_ids, call.position_ids)
+        if self._recorder is not None:
+            self._recorder.feed(call.token_ids, call.position_ids)
         call.advance(time.perf_counter() - start)
         return logits
 

@@ -14,9 +14,9 @@ import staticgen
 ROOT = Path(__file__).parent.parent
 # Each module may import those before it, never one after it.
 ORDER = [
-    "errors", "shapes", "registry", "stats", "layouts", "rotary", "cache", "growth", "prompts", "ready", "decoding", "calls", "profiles",
+    "errors", "shapes", "spans", "registry", "stats", "layouts", "rotary", "cache", "growth", "prompts", "ready", "prefix_cache", "decoding", "calls", "profiles",
     "attention", "legacy", "step", "backends.base", "backends", "backends.eager", "backends.openvino", "backends.npu",
-    "programs", "contexts", "limits", "session", "generation", "",
+    "programs", "contexts", "identity", "prefixes", "limits", "session", "generation", "",
     "text", "cli", "compile.ir", "compile",
 ]  # fmt: skip
 
