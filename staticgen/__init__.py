@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from staticgen.generation import generate, stream
     from staticgen.layouts import Layout, Placement, RowSegment, Segment, register_layout
+    from staticgen.prefixes import Prefix, load_prefix
     from staticgen.session import Session
     from staticgen.stats import CallStats, SessionStats
 
@@ -37,6 +38,7 @@ __all__ = [
     "Layout",
     "NothingAllowedError",
     "Placement",
+    "Prefix",
     "RecompileError",
     "RowSegment",
     "Segment",
@@ -51,6 +53,7 @@ __all__ = [
     "generate",
     "grammar",
     "json_schema",
+    "load_prefix",
     "regex",
     "register_layout",
     "stream",
@@ -64,6 +67,7 @@ _MODULES = {
     "Completion": "completions",
     "Layout": "layouts",
     "Placement": "layouts",
+    "Prefix": "prefixes",
     "RowSegment": "layouts",
     "Segment": "layouts",
     "Session": "session",
@@ -74,6 +78,7 @@ _MODULES = {
     "grammar": "constraints",
     "json_schema": "constraints",
     "regex": "constraints",
+    "load_prefix": "prefixes",
     "register_layout": "layouts",
     "stream": "generation",
 }

@@ -24,7 +24,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from staticgen.calls import Hooks
 from staticgen.contexts import Context
 from staticgen.decoding import Decoding
+from staticgen.request import Request
 from staticgen.sampling import GeneratedPenalty
+from staticgen.step import Step
 
 # Settings that transformers' generate takes by the same name.
 _PASSED_ON = (
@@ -88,8 +90,7 @@ class _SessionModel(PreTrainedModel, GenerationMixin):
 
 def search_beams(
     context: Context,
-    config: Any,
-    cache_argument: str,
+    step: Step,
     batch_size: int,
     prompt: torch.Tensor,
     settings: Decoding,
@@ -112,7 +113,7 @@ def search_beams(
     processors = LogitsProcessorList(hooks.logits_processor)
     if settings.frequency_penalty or settings.presence_penalty:
         processors.append(GeneratedPenalty(len(prompt), settings.frequency_penalty, settings.presence_penalty))
-    model = _SessionModel(config, batch_size, cache_argument)
+    model = _SessionModel(step.model.config, batch_size, step.cache_argument)
     with torch.random.fork_rng(devices=[], enabled=settings.seed is not None):
         if settings.seed is not None:
             torch.manual_seed(int(settings.seed))
@@ -122,11 +123,55 @@ def search_beams(
             generation_config=generation_config,
             logits_processor=processors,
             stopping_criteria=StoppingCriteriaList(hooks.stopping_criteria),
-            **{cache_argument: _SessionCache(context)},
+            **{step.cache_argument: _SessionCache(context)},
         )
 
 
-def join_beams(outputs: Sequence[Any], prompts: torch.Tensor, lengths: Sequence[int], fill: int) -> torch.Tensor:
+def require_beams(request: Request, batch_size: int) -> None:
+    """Refuse what does not go with beams.
+
+    Raises:
+        ValueError: the message names the argument.
+    """
+    settings, hooks = request.settings, request.hooks
+    if settings.num_beams > batch_size:
+        raise ValueError(
+            f"num_beams is {settings.num_beams}, more than the session's batch_size of {batch_size}; make a session with "
+            "a larger batch_size"
+        )
+    given = {
+        "past_key_values or a prefix": request.past_key_values,
+        "streamer": hooks.streamer,
+        "token_mask": hooks.token_mask,
+    }
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"num_beams above 1 does not go with {name}; leave one of them out")
+    if settings.return_dict_in_generate and request.prompts.batch > 1:
+        raise ValueError(
+            f"return_dict_in_generate with num_beams takes one prompt, got {request.prompts.batch}; call it for each"
+        )
+
+
+def search_all(context: Context, step: Step, batch_size: int, request: Request, new_tokens: int) -> Any:
+    """Beam search from all prompts of a call, one after the other, so that none sees another's padding or end.
+
+    Returns:
+        int64 [B * num_return_sequences, T + new], or transformers' output where the settings ask for it.
+    """
+    prompts, settings = request.prompts, request.settings
+    outputs = [
+        search_beams(context, step, batch_size, row, settings, new_tokens, request.hooks) for row in prompts.rows
+    ]
+    lengths = [len(row) for row in prompts.rows]
+    sequences = _joined(outputs, prompts.ids, lengths, settings.fill_token_id)
+    if not settings.return_dict_in_generate:
+        return sequences
+    outputs[0].sequences = sequences
+    return outputs[0]
+
+
+def _joined(outputs: Sequence[Any], prompts: torch.Tensor, lengths: Sequence[int], fill: int) -> torch.Tensor:
     """Sequences int64 [B * num_return_sequences, T + new] of all prompts, which come as they were given."""
     news = [output.sequences[:, length:] for output, length in zip(outputs, lengths, strict=True)]
     width = max(new.shape[1] for new in news)

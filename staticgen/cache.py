@@ -16,6 +16,7 @@ import torch
 from staticgen.layouts import Layout, Placement, Ring, RowSegment
 from staticgen.rotary import Rotation
 from staticgen.shapes import EMPTY, CacheSpec, LayerSpec, slots_of
+from staticgen.spans import KVSpan
 
 
 class KVBuffers:
@@ -107,6 +108,38 @@ class KVBuffers:
         tensors = [tensor for stack in self._stacks.values() for tensor in stack]
         for tensor in (*tensors, *self._exact.values()):
             tensor[:, rows] = tensor[:, sources]
+
+    def read(self, row: int, slots: Mapping[int | None, torch.Tensor], stop: int) -> KVSpan:
+        """A copy of what stands in these slots of a row, for each window, as the tokens up to position ``stop``."""
+        parts = {}
+        for size, (keys, values) in self._stacks.items():
+            chosen = slots[size.window]
+            row_keys = keys[:, row].index_select(self._key_dim, chosen)
+            if self.transposed_keys:
+                row_keys = row_keys.transpose(-1, -2).contiguous()
+            parts[size] = row_keys, values[:, row].index_select(-2, chosen)
+        return KVSpan(stop, parts)
+
+    def put_(self, row: int, column: int, span: KVSpan, count: int) -> None:
+        """Store a span's tokens before position ``count``, as far as they are held; ``column`` is that of position 0.
+
+        Keys must not be transposed, nor layers have slots for their window only.
+        """
+        stop = min(count, span.stop)
+        for size, (keys, values) in self._stacks.items():
+            held = span.held_from(size)
+            if held < stop:
+                new_keys, new_values = span.parts[size]
+                keys[:, row, :, column + held : column + stop] = new_keys[:, :, : stop - held]
+                values[:, row, :, column + held : column + stop] = new_values[:, :, : stop - held]
+
+    def merge_(self, source: KVBuffers, chosen: torch.Tensor, column: int, source_column: int) -> None:
+        """Replace tokens by those of ``source``: where ``chosen``, bool [B, T], says so, from these columns on."""
+        count, where = chosen.shape[1], chosen[None, :, None, :, None]
+        for size, mine in self._stacks.items():
+            for target, given in zip(mine, source._stacks[size], strict=True):
+                part = target.narrow(-2, column, count)
+                part.copy_(torch.where(where, given.narrow(-2, source_column, count), part))
 
     def rotate_(
         self, rotations: Sequence[Rotation | None], rows: torch.Tensor, first: Mapping[int | None, int], delta: int
@@ -296,6 +329,23 @@ class KVCache:
         for group in self.groups:
             group.slot_positions[rows] = group.slot_positions[wanted]
         self.buffers.select_rows_(rows, wanted)
+
+    def read(self, row: int, start: int, stop: int) -> KVSpan | None:
+        """A copy of a row's keys and values at positions ``start`` to ``stop`` - 1.
+
+        Layers with a window give the newest tokens before ``stop`` that it holds, whatever ``start``. None when a
+        token is no longer there.
+        """
+        slots = {}
+        for group in self.groups:
+            first = start if group.window is None else max(0, stop - group.window)
+            held = group.slot_positions[row]
+            wanted = ((held >= first) & (held < stop)).nonzero()[:, 0]
+            found, order = held[wanted].sort()
+            if not torch.equal(found, torch.arange(first, stop, device="cpu")):
+                return None
+            slots[group.window] = wanted[order]
+        return self.buffers.read(row, slots, stop)
 
     def take_over(self, source: KVCache, count: int) -> None:
         """Be what ``source``, a cache of another length, holds: its ``count`` newest columns, or what fits of them."""

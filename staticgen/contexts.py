@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 import torch
+from torch.nn import functional
 
 from staticgen.cache import KVBuffers, KVCache
 from staticgen.growth import SizedCaches
@@ -13,6 +15,7 @@ from staticgen.layouts import Layout
 from staticgen.programs import Programs
 from staticgen.ready import ReadyKeys
 from staticgen.shapes import EMPTY, plan_chunks
+from staticgen.spans import KVSpan
 
 
 class Context(ABC):
@@ -65,6 +68,13 @@ class Context(ABC):
     def decode(self, token_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Take in one token of every row; int64 [B, 1] both, position -1 in rows that have ended. Logits [B, V]."""
 
+    def read(self, row: int, start: int, stop: int) -> KVSpan | None:
+        """A copy of the keys and values of a row's tokens from ``start`` to ``stop`` - 1; ``stop`` is how many it has.
+
+        None when there are none, or some of them are gone.
+        """
+        return None
+
 
 class CachedContext(Context):
     """Keys and values are cached, in slots that a layout chooses.
@@ -98,6 +108,7 @@ class CachedContext(Context):
         self._caches = SizedCaches(lengths if whole.grows else lengths[-1:], make)
         self._window: int | None = None
         self._packed = False
+        self._torn = False  # a step began and did not end: what is in the cache may be half written
 
     @property
     def nbytes(self) -> int:
@@ -138,39 +149,64 @@ class CachedContext(Context):
         self._caches.clear()
         self._window, self._packed = window, False
         starts = [0] * len(rows)
+        late: ReadyKeys | None = None
         if ready is not None:
-            self._caches.write(ready.buffers, ready.position_ids)
+            self._caches.write(ready.buffers, ready.position_ids[:, : ready.first_run])
             starts = list(ready.counts)
-            rows = [row[start:] for row, start in zip(rows, starts, strict=True)]
+            rows = [row[start - ready.before :] for row, start in zip(rows, starts, strict=True)]
+            late = ready if ready.late else None
         longest = max(map(len, rows))
-        # Beyond a layout's capacity each token must drop another first, and so takes a step of its own.
+        # Beyond a layout's capacity each token must drop another first, and so takes a step of its own. A step ends
+        # too where a row with ready keys begins: its first token must find them in the cache.
         room = longest if self._capacity is None else self._capacity - max(starts)
         together = max(0, min(longest, room))
-        chunks = plan_chunks(together, self._buckets) + [1] * (longest - together)
-        width = sum(chunks)
-        token_ids, position_ids = _left_padded(dict(enumerate(rows)), self._programs.batch, width, starts)
-        padding = width - longest  # columns that are padding in every row take no slot
-        start = 0
-        for size in chunks:
-            columns = slice(start, start + size)
-            logits = self._run(token_ids[:, columns], position_ids[:, columns], skip=max(0, padding - start))
-            start += size
+        begins = {longest - len(row) for row, start in zip(rows, starts, strict=True) if start}
+        token_ids, position_ids = _left_padded(dict(enumerate(rows)), self._programs.batch, longest, starts)
+        for begin, end in pairwise(sorted({0, *begins, *range(together, longest + 1)})):
+            chunks = [1] if end - begin == 1 else plan_chunks(end - begin, self._buckets)
+            padding = sum(chunks) - (end - begin)  # columns that are padding in every row take no slot
+            ids = functional.pad(token_ids[:, begin:end], (padding, 0))
+            positions = functional.pad(position_ids[:, begin:end], (padding, 0), value=EMPTY)
+            column = begin - padding + (0 if late is None else late.first_run)
+            start = 0
+            for size in chunks:
+                columns = slice(start, start + size)
+                skip = max(0, padding - start)
+                logits = self._run(ids[:, columns], positions[:, columns], skip, late, column + start)
+                start += size
         return _spread(self, logits, len(rows), copies)
 
     def select_rows(self, sources: Sequence[int]) -> None:
         self._caches.current.select_rows_(sources)
 
     def decode(self, token_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        self._torn = True
         if self._packed:  # the rows' tokens are their newest columns, without gaps
             self._caches.used = max(1, int(position_ids.max()))
         self._caches.settle()
         return self._run(token_ids, position_ids)
 
-    def _run(self, token_ids: torch.Tensor, position_ids: torch.Tensor, skip: int = 0) -> torch.Tensor:
-        """Run a step and keep its tokens, but for the first ``skip`` columns."""
+    def read(self, row: int, start: int, stop: int) -> KVSpan | None:
+        if self._torn or (self._capacity is not None and stop > self._capacity):
+            return None
+        return self._caches.current.read(row, start, stop)
+
+    def _run(
+        self,
+        token_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        skip: int = 0,
+        late: ReadyKeys | None = None,
+        column: int = 0,
+    ) -> torch.Tensor:
+        """Run a step and keep its tokens, but for the first ``skip`` columns, and the late ones from ``column`` on."""
+        self._torn = True
         position_ids = self._caches.current.make_room(position_ids)
         logits, new = self._step(token_ids, position_ids)
+        if late is not None:
+            position_ids = late.merge_(new, position_ids, column)
         self._caches.write(new, position_ids, skip)
+        self._torn = False
         return logits
 
     def _step(self, token_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, KVBuffers]:

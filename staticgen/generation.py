@@ -159,8 +159,7 @@ def _capacity(model: PreTrainedModel, prompts: Prompts, settings: Decoding, over
     limit = position_limit(model)
     if limit is not None and prompts.width > limit and overflow not in ENDLESS:
         raise ValueError(
-            f"ids has {prompts.width} tokens, but model_type {model.config.model_type!r} has {limit} positions; "
-            "shorten the prompt"
+            f"{prompts.size}, but model_type {model.config.model_type!r} has {limit} positions; shorten the prompt"
         )
     if settings.max_length is not None:
         return settings.max_length

@@ -44,7 +44,7 @@ def new_token_count(
     if prompts.width >= limit:
         row = max(range(prompts.batch), key=lambda index: len(prompts.rows[index]))
         raise ValueError(
-            f"ids has {prompts.width} tokens (row {row} is the longest) and max_length is {limit}: max_length counts the "
+            f"{prompts.size} (row {row} is the longest) and max_length is {limit}: max_length counts the "
             f"prompt, so it must be at least {prompts.width + 1}; shorten the prompt or {remedy}"
         )
     room = limit - prompts.width
@@ -52,7 +52,7 @@ def new_token_count(
         return room
     if settings.max_new_tokens > room and not settings.lengths_are_own and overflow == "error":
         raise ValueError(
-            f"ids has {prompts.width} tokens and max_new_tokens is {settings.max_new_tokens}: together "
+            f"{prompts.size} and max_new_tokens is {settings.max_new_tokens}: together "
             f"{prompts.width + settings.max_new_tokens}, more than max_length={limit}; {remedy} or lower max_new_tokens"
         )
     return min(settings.max_new_tokens, room)
@@ -64,8 +64,7 @@ def _endless_count(prompts: Prompts, settings: Decoding, capacity: int) -> int:
     limit = capacity if settings.max_length is None else settings.max_length
     if prompts.width >= limit:
         raise ValueError(
-            f"ids has {prompts.width} tokens and max_length is {limit}, which counts the prompt; "
-            "give max_new_tokens, which does not"
+            f"{prompts.size} and max_length is {limit}, which counts the prompt; give max_new_tokens, which does not"
         )
     return limit - prompts.width
 

@@ -19,11 +19,13 @@ class Prompts:
         ids: int64 [B, T] as the caller gave them, padding included; the result starts with them.
         rows: for every prompt its real tokens, int64 [t], without padding.
         mask: bool [B, T], where ``ids`` holds real tokens.
+        before: tokens without ids that stand before each of the rows: those of a learned prefix.
     """
 
     ids: torch.Tensor
     rows: tuple[torch.Tensor, ...]
     mask: torch.Tensor
+    before: int = 0
 
     @property
     def batch(self) -> int:
@@ -31,15 +33,20 @@ class Prompts:
 
     @property
     def width(self) -> int:
-        """T, the padded length: what ``max_length`` counts, as in transformers."""
-        return self.ids.shape[1]
+        """T, the padded length, and what stands before: what ``max_length`` counts, as in transformers."""
+        return self.before + self.ids.shape[1]
+
+    @property
+    def size(self) -> str:
+        """What the width is made of, in words."""
+        return f"{'the prefix and ids have' if self.before else 'ids has'} {self.width} tokens"
 
     def repeated(self, count: int) -> Prompts:
         """Every prompt ``count`` times in succession."""
         if count == 1:
             return self
         rows = tuple(row for row in self.rows for _ in range(count))
-        return Prompts(self.ids.repeat_interleave(count, 0), rows, self.mask.repeat_interleave(count, 0))
+        return Prompts(self.ids.repeat_interleave(count, 0), rows, self.mask.repeat_interleave(count, 0), self.before)
 
     @property
     def longest(self) -> int:

@@ -1,4 +1,4 @@
-"""Keys and values that a caller has already: those of a prompt's first tokens."""
+"""Keys and values that are there already: those of a prompt's first tokens."""
 
 from __future__ import annotations
 
@@ -7,27 +7,97 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import Cache
 
 from staticgen.cache import KVBuffers
 from staticgen.prompts import Prompts
 from staticgen.shapes import EMPTY, CacheSpec
+from staticgen.spans import KVSpan
 
 
 @dataclass(frozen=True)
 class ReadyKeys:
-    """Keys and values of the first columns of a call's prompts.
+    """Keys and values of the first columns of a call's left-padded prompts.
 
     Attributes:
         buffers: of n columns.
-        position_ids: int64 [B, n], -1 where a column is padding.
+        position_ids: int64 [B, n], -1 where there is no token or it is to run.
         counts: per prompt, how many of its tokens they cover.
+        late: that many of the columns, the last ones, are such where other rows' tokens run.
+        before: tokens at the head of each prompt that have no ids; ``counts`` include them, the prompts do not.
     """
 
     buffers: KVBuffers
     position_ids: torch.Tensor
     counts: tuple[int, ...]
+    late: int = 0
+    before: int = 0
+
+    @property
+    def first_run(self) -> int:
+        """The column of the first token that is to run."""
+        return self.buffers.length - self.late
+
+    def merge_(self, new: KVBuffers, position_ids: torch.Tensor, column: int) -> torch.Tensor:
+        """Put late tokens among those that a step computed, whose first column is ``column``.
+
+        Returns:
+            int64 [B, T], the positions of what is in ``new`` then.
+        """
+        first, stop = max(column, 0), min(column + position_ids.shape[1], self.buffers.length)
+        if stop <= first:
+            return position_ids
+        late = self.position_ids[:, first:stop]
+        new.merge_(self.buffers, late >= 0, first - column, first)
+        merged = position_ids.clone()
+        columns = merged[:, first - column : stop - column]
+        columns.copy_(torch.where(late >= 0, late, columns))
+        return merged
+
+
+def ready_from_spans(
+    spans: Sequence[Sequence[KVSpan]],
+    usable: Sequence[np.ndarray],
+    lengths: Sequence[int],
+    spec: CacheSpec,
+    batch: int,
+    before: int = 0,
+) -> ReadyKeys | None:
+    """Ready keys for as many tokens as spare a column, each row's being contiguous; None when there is none.
+
+    All rows advance together, so that what a call costs is the columns that run: as many as the row with most to
+    run has tokens to run. A shorter row's tokens in those columns run too, where its known keys can end before
+    them: the cost is the same, and no step must be cut in two.
+
+    Args:
+        spans: per prompt what is known of it, from position 0 on.
+        usable: per prompt, bool: which numbers of its first tokens may be taken over; at least one is True.
+        lengths: tokens of each prompt.
+        spec: what the model caches.
+        batch: rows of the session.
+        before: see :class:`ReadyKeys`.
+    """
+    counts = [int(np.flatnonzero(row).max()) for row in usable]
+    width = max(lengths)
+    first = min(width - length + count for length, count in zip(lengths, counts, strict=True))
+    for index, (row, length) in enumerate(zip(usable, lengths, strict=True)):
+        aligned = max(0, first - (width - length))
+        if row[aligned]:
+            counts[index] = aligned
+    if not any(counts):
+        return None
+    ends = [width - length + count for length, count in zip(lengths, counts, strict=True) if count]
+    columns = max(first, *ends)
+    buffers = KVBuffers(spec, batch, columns)
+    position_ids = torch.full((batch, columns), EMPTY, dtype=torch.int64, device="cpu")
+    for index, (known, length, count) in enumerate(zip(spans, lengths, counts, strict=True)):
+        column = width - length
+        position_ids[index, column : column + count] = torch.arange(count, device="cpu")
+        for span in known:
+            buffers.put_(index, column, span, count)
+    return ReadyKeys(buffers, position_ids, tuple(counts), columns - first, before)
 
 
 def read_past_key_values(past: Any, prompts: Prompts, spec: CacheSpec, batch: int) -> ReadyKeys:

@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from staticgen.calls import HOOKS, Hooks, read_hooks
 from staticgen.decoding import Decoding, read_decoding
+from staticgen.prefixes import after_prefix, read_prefix
 from staticgen.prompts import Prompts, read_prompts
 from staticgen.step import vocab_size
 
@@ -34,7 +35,8 @@ def read_request(
 ) -> Request:
     """Check what a caller passed, before anything runs; see :meth:`staticgen.Session.generate`."""
     rest = dict(arguments)
-    own = {name: rest.pop(name, None) for name in ("overflow", "past_key_values")}
+    overflow = rest.pop("overflow", None)
+    past = read_prefix(rest.pop("prefix", None), rest.pop("past_key_values", None))
     objects = {name: rest.pop(name) for name in HOOKS if name in rest}
     settings = read_decoding(model, generation_config, rest)
     prompts = read_prompts(
@@ -44,4 +46,4 @@ def read_request(
         pad_token_id=settings.pad_token_id,
         eos_token_ids=settings.eos_token_ids,
     )
-    return Request(prompts, settings, read_hooks(settings, prompts, objects), **own)
+    return Request(after_prefix(prompts, past), settings, read_hooks(settings, prompts, objects), overflow, past)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -13,10 +12,11 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from staticgen.backends import Backend, open_backend
-from staticgen.beams import join_beams, search_beams
+from staticgen.beams import require_beams, search_all
 from staticgen.calls import Call
 from staticgen.contexts import CachedContext, Context, RecomputedContext
-from staticgen.errors import SessionBusyError, StaleSessionError
+from staticgen.errors import StaleSessionError
+from staticgen.holding import Hold, Lock
 from staticgen.layouts import layout_class, layout_factory
 from staticgen.limits import (
     ENDLESS,
@@ -30,6 +30,8 @@ from staticgen.limits import (
     require_positions,
 )
 from staticgen.many import require_plain, run_many
+from staticgen.prefix_cache import PrefixCache, Recorder
+from staticgen.prefixes import Prefix, prefix_of_keys_values, prefix_of_tokens, require_prefix_layout
 from staticgen.programs import Programs
 from staticgen.progress import bar
 from staticgen.prompts import Prompts
@@ -58,6 +60,8 @@ class Session:
             "length". ``"slide"`` goes on and forgets the oldest tokens: no token sees further back than
             ``max_length`` positions, its own included. ``"sink"`` goes on with the first and the newest tokens;
             it needs that layout. None: what suits the layout, ``"sink"`` for that one and else ``"error"``.
+        prefix_cache: bytes for the keys and values of the prompts and answers so far; of a later prompt that begins
+            like one of them, only what is new runs. 0 for none. See :class:`staticgen.prefix_cache.PrefixCache`.
         prefill_buckets: prompt tokens per prefill step, one program each; None for the target's own.
         cache_sizes: cache lengths below ``max_length`` at which decode is compiled too, so that its cost
             follows the tokens that are live; None for those of the target's own up to half of it.
@@ -87,6 +91,7 @@ class Session:
         layout: str | None = None,
         layout_options: Mapping[str, Any] | None = None,
         overflow: str | None = None,
+        prefix_cache: int | None = None,
         prefill_buckets: Sequence[int] | None = None,
         cache_sizes: Sequence[int] | None = None,
         device: str | None = None,
@@ -97,15 +102,17 @@ class Session:
         layout = default_layout(overflow) if layout is None else layout
         read_overflow(overflow, layout, layout_class(layout))
         self._asked_overflow = overflow
+        budget = 0 if prefix_cache is None else require_count("prefix_cache", prefix_cache, least=0)
         self.backend: Backend = open_backend(backend, device, backend_options)
         self.prefill_buckets = fit_buckets(prefill_buckets, self.backend.prefill_buckets, self.max_length)
         self.cache_sizes = fit_cache_sizes(cache_sizes, self.backend.cache_sizes, self.max_length)
         self._step = step_for(model, self.backend.form)
         self._model = weakref.ref(model)
-        self._in_use = threading.Lock()
-        self._user: threading.Thread | None = None
+        self._lock = Lock()
         self.stats = SessionStats()
         self._programs = Programs(self._step, self.backend, self.batch_size, self.stats)
+        self._prefix_cache = PrefixCache(budget, self._step.cache_spec, self.stats) if budget else None
+        self._recorder: Recorder | None = None
         self._set_layout(layout, layout_options or {}, overflow)
 
     def set_cache_implementation(self, name: str, /, **parameters: Any) -> None:
@@ -125,7 +132,7 @@ class Session:
             SessionBusyError: this thread still holds an open stream of this session.
         """
         cls = layout_class(name)
-        with _Hold(self):
+        with Hold(self._lock):
             asked = self._asked_overflow
             fitting = asked is not None and asked.strip().lower() in cls.overflow
             self._set_layout(name, parameters, asked if fitting else None)
@@ -133,6 +140,8 @@ class Session:
     def _set_layout(self, name: str, options: Mapping[str, Any], overflow: str | None) -> None:
         cls = layout_class(name)
         policy = read_overflow(overflow, name, cls)
+        if self._prefix_cache is not None:
+            require_prefix_layout(name, cls, "prefix_cache")
         make = layout_factory(name, options)
         capacity = make(self.max_length).capacity
         context: Context
@@ -149,6 +158,7 @@ class Session:
             )
         self._programs.prepare(context.sizes())
         self._context, self._capacity = context, capacity
+        self._most_kept = self.max_length if capacity is None else min(capacity, self.max_length)
         self.layout, self.layout_options, self.overflow = name.strip().lower(), dict(options), policy
         self.stats.cache_bytes = context.nbytes
 
@@ -172,6 +182,31 @@ class Session:
     def is_current(self, model: PreTrainedModel) -> bool:
         """Whether ``model`` is what it was when this session was compiled: weights, modules and config."""
         return model_stamp(model) == self._step.stamp
+
+    @torch.inference_mode(False)
+    def prefix(self, ids: Any = None, *, keys_values: Any = None) -> Prefix:
+        """Compute a prefix once, to be used as ``generate(..., prefix=prefix)`` any number of times.
+
+        Args:
+            ids: its tokens, one row: int64 [n] or [1, n], or a list.
+            keys_values: instead of them, a learned prefix (prefix tuning): per layer the keys, as the model caches
+                them at positions 0 to n - 1, and the values, [K, n, D] or [1, K, n, D], or a transformers ``Cache``.
+
+        Returns:
+            a prefix, for every session of this model; it can be saved. It shares no memory with the session.
+
+        Raises:
+            ValueError, TypeError: bad input, or a layout that keeps nothing; nothing has run then.
+            StaleSessionError, SessionBusyError: see :meth:`generate`.
+        """
+        self._require_current()
+        if (ids is None) == (keys_values is None):
+            raise ValueError("prefix takes either ids or keys_values")
+        if keys_values is not None:
+            return prefix_of_keys_values(keys_values, self._step)
+        with Hold(self._lock):
+            require_prefix_layout(self.layout, layout_class(self.layout), "a prefix")
+            return prefix_of_tokens(ids, self._step, self._context, self._most_kept)
 
     def generate(
         self,
@@ -200,6 +235,9 @@ class Session:
                 - ``token_mask``: which tokens may come next: bool [V] or [B, V], a callable that gives one for the
                   history int64 [B, t], or :func:`staticgen.regex`, ``json_schema`` or ``grammar``
                 - ``overflow``: the policy of this call, if not the session's
+                - ``prefix``: what :meth:`prefix` made. ``ids`` are the whole prompts, each of which begins with its
+                  tokens; after a learned prefix, which has none, they are what follows it, and ``max_length`` counts
+                  both
                 - ``past_key_values``: keys and values of the first tokens of ``ids``, which then do not run: a
                   transformers ``Cache``, or per layer its keys and values [B, K, n, D]. It is read, not changed.
                 - ``cache_implementation``: the session's layout; :meth:`set_cache_implementation` changes it
@@ -274,9 +312,13 @@ class Session:
                 raise ValueError(f"overflow={policy!r} is not for generate_many; use 'error' or 'stop'")
             requests.append(request)
             counts.append(new_tokens)
-        with _Hold(self), bar("generating", len(requests), progress) as report:
+        with Hold(self._lock), bar("generating", len(requests), progress) as report:
             total = len(requests)
-            stats = CallStats(sum(r.prompts.longest for r in requests), [0] * total, [""] * total)
+            stats = CallStats(
+                prompt_tokens=sum(request.prompts.longest for request in requests),
+                new_tokens=[0] * total,
+                finish_reasons=[""] * total,
+            )
             self.stats.last = stats
             with torch.inference_mode(False):
                 return run_many(self._context, requests, counts, self.batch_size, self._sizes, stats, report)
@@ -284,17 +326,21 @@ class Session:
     def _read(
         self, ids: Any, attention_mask: Any, generation_config: GenerationConfig | None, arguments: Mapping[str, Any]
     ) -> Request:
+        model, rest = self._require_current(), dict(arguments)
+        name = rest.pop("cache_implementation", None)
+        request = read_request(model, ids, attention_mask, generation_config, rest)
+        self._check_implementation(name, request.past_key_values)
+        return request
+
+    def _require_current(self) -> PreTrainedModel:
+        """The model, which must be what it was; the step's copy of it where it is gone."""
         model = self._model()
         if model is not None and not self.is_current(model):
             raise StaleSessionError(
                 "the model's weights, modules or config changed after this session was compiled from them; "
                 "make a new staticgen.Session"
             )
-        rest = dict(arguments)
-        name = rest.pop("cache_implementation", None)
-        request = read_request(model or self._step.model, ids, attention_mask, generation_config, rest)
-        self._check_implementation(name, request.past_key_values)
-        return request
+        return model or self._step.model
 
     def _check_implementation(self, name: str | None, past_key_values: Any) -> None:
         if name is None:
@@ -342,10 +388,16 @@ class Session:
         ready = None if past is None else self._read_past(past, prompts)
         repeated = prompts.repeated(copies)
         call = Call(repeated, settings, self.batch_size, new_tokens, request.hooks, self._sizes)
+        call.position_ids[: repeated.batch] += prompts.before
         window = self.max_length if policy == "slide" else None
 
         def prefill() -> torch.Tensor:
-            return self._context.prefill(prompts.rows, window, ready, copies)
+            found, self._recorder = ready, None
+            if self._prefix_cache is not None and ready is None:
+                found = self._prefix_cache.find(prompts.rows, self.batch_size, self._most_kept)
+                self._recorder = Recorder(self._prefix_cache, repeated.rows, self._most_kept)
+            call.stats.reused_tokens = 0 if found is None else sum(found.counts)
+            return self._context.prefill(prompts.rows, window, found, copies)
 
         return call, self._tokens(call, prefill)
 
@@ -373,46 +425,18 @@ class Session:
         return policy, new_token_count(request.prompts, request.settings, self.max_length, policy, remedy)
 
     def _search_beams(self, request: Request) -> Any:
-        """One prompt after the other, all beams of each at once."""
-        prompts, settings = request.prompts, request.settings
-        if settings.num_beams > self.batch_size:
-            raise ValueError(
-                f"num_beams is {settings.num_beams}, more than the session's batch_size of {self.batch_size}; make a "
-                "session with a larger batch_size"
-            )
-        hooks = request.hooks
-        for name, given in {
-            "past_key_values": request.past_key_values,
-            "streamer": hooks.streamer,
-            "token_mask": hooks.token_mask,
-        }.items():
-            if given is not None:
-                raise ValueError(f"num_beams above 1 does not go with {name}; leave one of them out")
+        require_beams(request, self.batch_size)
         policy, new_tokens = self._plan(request)
         if policy in ENDLESS:
             raise ValueError(f"num_beams above 1 does not go with overflow={policy!r}; use 'error' or 'stop'")
-        step = self._step
-        with _Hold(self):
-            self.stats.last = CallStats(prompt_tokens=sum(map(len, prompts.rows)))
-            outputs = [
-                search_beams(
-                    self._context, step.model.config, step.cache_argument, self.batch_size, row, settings, new_tokens,
-                    request.hooks,
-                )
-                for row in prompts.rows
-            ]  # fmt: skip
-        lengths = [len(row) for row in prompts.rows]
-        sequences = join_beams(outputs, prompts.ids, lengths, settings.fill_token_id)
-        if not settings.return_dict_in_generate:
-            return sequences
-        if len(outputs) > 1:
-            raise ValueError(
-                f"return_dict_in_generate with num_beams takes one prompt, got {len(outputs)}; call it for each"
-            )
-        outputs[0].sequences = sequences
-        return outputs[0]
+        with Hold(self._lock):
+            self.stats.last = CallStats(prompt_tokens=sum(map(len, request.prompts.rows)))
+            return search_all(self._context, self._step, self.batch_size, request, new_tokens)
 
-    def _read_past(self, past_key_values: Any, prompts: Prompts) -> ReadyKeys:
+    def _read_past(self, past_key_values: Any, prompts: Prompts) -> ReadyKeys | None:
+        if isinstance(past_key_values, Prefix):
+            require_prefix_layout(self.layout, layout_class(self.layout), "prefix")
+            return past_key_values.ready(prompts, self._step, self.batch_size, self._most_kept)
         if layout_class(self.layout).recomputes:
             raise ValueError(
                 f"layout {self.layout!r} keeps no keys and values, so that it cannot take past_key_values: leave them "
@@ -428,23 +452,35 @@ class Session:
 
     def _tokens(self, call: Call, prefill: Callable[[], torch.Tensor]) -> Generator[torch.Tensor, None, None]:
         """The loop: prefill, then choose a token, hand it out, run one step; until all rows have ended."""
-        with _Hold(self) as hold:
+        with Hold(self._lock) as hold:
             self.stats.last = call.stats
             call.begin()
             logits = _outside_inference_mode(prefill)
-            while True:
-                tokens = _outside_inference_mode(lambda: call.choose(logits))  # noqa: B023
-                call.hand_to_streamer(tokens)
-                yield tokens
-                hold.resume()
-                if call.finished:
-                    break
-                logits = _outside_inference_mode(lambda: self._decode(call))
+            try:
+                self._keep()
+                while True:
+                    tokens = _outside_inference_mode(lambda: call.choose(logits))  # noqa: B023
+                    call.hand_to_streamer(tokens)
+                    yield tokens
+                    hold.resume()
+                    if call.finished:
+                        break
+                    logits = _outside_inference_mode(lambda: self._decode(call))
+            finally:
+                self._keep()
             call.end_streamer()
+
+    @torch.inference_mode(False)
+    def _keep(self) -> None:
+        """What has run goes to the prefix cache."""
+        if self._recorder is not None:
+            self._recorder.keep(self._context.read)
 
     def _decode(self, call: Call) -> torch.Tensor:
         start = time.perf_counter()
         logits = self._context.decode(call.token_ids, call.position_ids)
+        if self._recorder is not None:
+            self._recorder.feed(call.token_ids, call.position_ids)
         call.advance(time.perf_counter() - start)
         return logits
 
@@ -456,32 +492,3 @@ def _outside_inference_mode(work: Callable[[], torch.Tensor]) -> torch.Tensor:
     Tensors made in that mode cannot be written outside it, so that none of ours is made in it.
     """
     return work()
-
-
-class _Hold:
-    """Holds a session for one call: other threads wait, the same thread gets an error, not a deadlock.
-
-    A stream may be continued in another thread, which then holds the session.
-    """
-
-    def __init__(self, session: Session):
-        self._session = session
-
-    def __enter__(self) -> _Hold:
-        session = self._session
-        if session._user is threading.current_thread():
-            raise SessionBusyError(
-                "this thread holds an unfinished stream of the session; close it (stream.close()), or use a "
-                "staticgen.Session for each"
-            )
-        session._in_use.acquire()
-        self.resume()
-        return self
-
-    def resume(self) -> None:
-        """The thread that runs now is the one that holds."""
-        self._session._user = threading.current_thread()
-
-    def __exit__(self, *error: object) -> None:
-        self._session._user = None
-        self._session._in_use.release()

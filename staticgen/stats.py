@@ -11,6 +11,8 @@ class CallStats:
 
     Attributes:
         prompt_tokens: real tokens of all prompts.
+        reused_tokens: how many of them did not run, because their keys and values were there: those of
+            ``past_key_values`` or of a prefix. A learned prefix counts with its length in each row.
         new_tokens: tokens that were generated in each row, its EOS included.
         finish_reasons: per row ``"eos"``, ``"length"``, or ``""`` while it runs or was cancelled.
         steps: decode steps that ran; the first token comes out of prefill.
@@ -19,6 +21,7 @@ class CallStats:
     """
 
     prompt_tokens: int = 0
+    reused_tokens: int = 0
     new_tokens: list[int] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
     steps: int = 0
@@ -40,6 +43,8 @@ class SessionStats:
         replays: program runs.
         compile_seconds: time that conversion and compilation took.
         cache_bytes: size of the key/value cache.
+        prefix_hits, prefix_misses: prompts of which the prefix cache knew at least the first token, or nothing.
+        prefix_bytes: size of what the prefix cache holds.
         last: the newest call.
     """
 
@@ -47,4 +52,7 @@ class SessionStats:
     replays: int = 0
     compile_seconds: float = 0.0
     cache_bytes: int = 0
+    prefix_hits: int = 0
+    prefix_misses: int = 0
+    prefix_bytes: int = 0
     last: CallStats = field(default_factory=CallStats)

@@ -292,7 +292,7 @@ def model_stamp(model: PreTrainedModel) -> str:
     ``.data`` or numpy, which has no version, is seen when it touches one of those.
     """
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(json.dumps(_computing_fields(model.config.to_dict()), sort_keys=True, default=repr).encode())
+    digest.update(json.dumps(computing_fields(model.config.to_dict()), sort_keys=True, default=repr).encode())
     for module in model.modules():
         digest.update(f"{type(module).__qualname__}{id(module)}".encode())
     # Rotary frequencies that depend on the length are rewritten by every forward, by what the config says.
@@ -375,11 +375,11 @@ def _length_limits(config: Any) -> list[int]:
     ]
 
 
-def _computing_fields(config: Any) -> Any:
+def computing_fields(config: Any) -> Any:
     """A config as nested dicts, without what changes no logit and is set by saving, say."""
     if not isinstance(config, dict):
         return config
-    return {name: _computing_fields(value) for name, value in config.items() if name not in _IDLE_FIELDS}
+    return {name: computing_fields(value) for name, value in config.items() if name not in _IDLE_FIELDS}
 
 
 def _clone_sharing_weights(model: PreTrainedModel) -> PreTrainedModel:

@@ -14,10 +14,11 @@ import staticgen
 ROOT = Path(__file__).parent.parent
 # Each module may import those before it, never one after it.
 ORDER = [
-    "errors", "shapes", "registry", "stats", "layouts", "rotary", "cache", "growth", "prompts", "ready", "decoding", "constraints",
-    "sampling", "calls", "profiles", "attention", "legacy", "step", "backends.base", "backends", "backends.eager",
-    "backends.openvino", "backends.npu", "programs", "contexts", "beams", "limits", "request", "many", "progress", "session",
-    "generation", "custom", "text", "detokenize", "completions", "", "flags", "cli", "compile.ir", "compile",
+    "errors", "shapes", "spans", "registry", "stats", "layouts", "rotary", "cache", "growth", "prompts", "ready", "prefix_cache",
+    "decoding", "constraints", "sampling", "calls", "profiles", "attention", "legacy", "step", "backends.base", "backends",
+    "backends.eager", "backends.openvino", "backends.npu", "programs", "contexts", "identity", "prefixes", "limits",
+    "request", "beams", "many", "progress", "holding", "session", "generation", "custom", "text", "detokenize", "completions", "", "flags", "cli",
+    "compile.ir", "compile",
 ]  # fmt: skip
 
 
