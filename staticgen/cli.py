@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 console = Console(stderr=True, highlight=False)
 MAX_LENGTH, CHAT_MAX_LENGTH = 512, 2048
+# Keys and values of the conversation, so that a turn runs its own message only.
+CHAT_PREFIX_CACHE = 1 << 30
+_CHAT_HELP = {
+    "max_length": f"Tokens of the whole conversation; sizes the buffers. (default: {CHAT_MAX_LENGTH})",
+    "prefix_cache": f"Bytes for what was said before, which need not run again. (default: {CHAT_PREFIX_CACHE})",
+}
 
 
 def _version(wanted: bool) -> None:
@@ -93,16 +99,18 @@ def generate(
 
 
 @app.command()
-@shared_flags({"max_length": f"Tokens of the whole conversation; sizes the buffers. (default: {CHAT_MAX_LENGTH})"})
+@shared_flags(_CHAT_HELP)
 def chat(
     given: dict[str, Any],
     system: Annotated[str | None, typer.Option(help="A system message, before all others.")] = None,
 ) -> None:
     """Talk to a chat model: one message a line, until the end of the input or /exit; /reset forgets the conversation.
 
-    Answers stream to standard output, all else goes to standard error. Ctrl-C ends an answer, and not the chat.
+    Of each turn only what is new runs. Answers stream to standard output, all else goes to standard error. Ctrl-C ends an answer, and not the chat.
     """
     with _errors():
+        if given.get("layout", "").strip().lower() != "none":  # which keeps no keys and values
+            given.setdefault("prefix_cache", CHAT_PREFIX_CACHE)
         complete, load_seconds = _open(given, [], CHAT_MAX_LENGTH)
         parts = [*_opening(complete, load_seconds), complete.session.backend.description]
         console.print(" | ".join(parts), style="dim", soft_wrap=True)
@@ -250,7 +258,8 @@ def _last_call(complete: Completion) -> list[str]:
     if call.steps:
         parts += [f"{1000 * call.seconds_per_token:.1f} ms/token", f"{1 / call.seconds_per_token:.1f} tokens/s"]
     if call.new_tokens:  # beams are not counted
-        parts.append(f"{call.prompt_tokens} + {call.new_tokens[0]} tokens, ended by {call.finish_reasons[0]}")
+        known = f" ({call.reused_tokens} known)" if call.reused_tokens else ""
+        parts.append(f"{call.prompt_tokens}{known} + {call.new_tokens[0]} tokens, ended by {call.finish_reasons[0]}")
     return parts
 
 

@@ -61,6 +61,9 @@ SESSION = {
     "backend_options": Flag(_SESSION, None, "The compiler's own options, by its names."),
     "layout": Flag(_SESSION, str, "ring, shift, sink or none. (default: ring; sink for that overflow)"),
     "overflow": Flag(_SESSION, str, "Beyond --max-length: error, stop, slide or sink. (default: error)"),
+    "prefix_cache": Flag(
+        _SESSION, int, "Bytes for what prompts begin with, which later ones need not run. (default: 0)"
+    ),
     "prefill_buckets": Flag(_SESSION, list[int], "Tokens of a prefill step; repeat for several sizes."),
     "cache_sizes": Flag(_SESSION, list[int], "Cache lengths of decode below --max-length; repeat for several."),
 }

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -309,6 +310,13 @@ def test_a_chat_remembers_what_was_said(folder, capfd, monkeypatch):
     assert (code, out) == (0, "".join(answer + "\n" for answer in answers))
     assert err.count("> ") == 5
     assert err.count("ended by length") == 3
+    first = len(encode_prompt(texts.byte_level(), user("hi")))
+    known = [int(number) for number in re.findall(r"\((\d+) known\)", err)]
+    assert len(known) == 2  # all of the turn before is, at least its prompt
+    assert first <= known[0] < known[1]
+    for layout in ("none", "sink"):
+        used = ["--layout", layout, "--max-length", 120, "--max-new-tokens", 6]
+        assert talk(capfd, monkeypatch, folder, "hi\nwhy\nso\n", *used)[1] == out
     code, out, _ = talk(capfd, monkeypatch, folder, "hi\n/reset\nhi\n/exit\nwhy\n", "--max-new-tokens", 6)
     assert (code, out) == (0, 2 * (answers[0] + "\n"))
 

@@ -152,6 +152,18 @@ def test_beams_end_at_eos(tokenizer):
     assert result == staticgen.Completed("abc", 2, 4, "eos")
 
 
+def test_prefixes(eager, model, tokenizer):
+    """What a session takes for a call, a completion takes too."""
+    prompts = ["hello world", "hello there"]
+    prefix = eager.session.prefix(encode_prompt(tokenizer, "hello "))
+    wanted = [expected(model, tokenizer, prompt) for prompt in prompts]
+    assert eager(prompts, prefix=prefix) == wanted
+    assert eager.session.stats.last.reused_tokens == 2 * 7
+    cached = staticgen.completion(model, tokenizer, backend="eager", max_length=64, max_tokens=12, prefix_cache=1 << 20)
+    assert [cached(prompt) for prompt in prompts] == wanted
+    assert cached.session.stats.last.reused_tokens == 7
+
+
 TEXT = "ab 世界 é 🙂 end"
 
 
