@@ -29,7 +29,7 @@ def require_plain(request: Request, index: int) -> None:
     asked = {
         "return_dict_in_generate": request.settings.return_dict_in_generate,
         "streamer": request.hooks.streamer is not None,
-        "past_key_values": request.past_key_values is not None,
+        "past_key_values or a prefix": request.past_key_values is not None,
     }
     for name, given in asked.items():
         if given:

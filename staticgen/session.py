@@ -115,6 +115,7 @@ class Session:
         self._recorder: Recorder | None = None
         self._set_layout(layout, layout_options or {}, overflow)
 
+    @torch.inference_mode(False)
     def set_cache_implementation(self, name: str, /, **parameters: Any) -> None:
         """Keep tokens by another layout from now on, or by the same with other parameters.
 
@@ -300,10 +301,12 @@ class Session:
                 f"layout {self.layout!r} cannot give one row another text while others go on; call "
                 "session.set_cache_implementation('ring')"
             )
+        model, rest = self._require_current(), dict(arguments)
+        self._check_implementation(rest.pop("cache_implementation", None), None)
         requests, counts = [], []
         for index, ids in enumerate(prompts):
             try:
-                request = self._read(ids, None, generation_config, arguments)
+                request = read_request(model, ids, None, generation_config, rest)
                 require_plain(request, index)
                 policy, new_tokens = self._plan(request)
             except (ValueError, TypeError) as error:
