@@ -73,6 +73,8 @@ class Step(nn.Module):
         legacy = adapt_legacy_attention(self.model)
         if legacy is None:
             self.model.set_attn_implementation(ATTENTION_NAME)
+        else:  # it takes no implementation, but makes a mask for the one that it has, which nobody would read
+            self.model.config._attn_implementation_internal = ATTENTION_NAME
         self._legacy_arguments = legacy or {}
         parameters = inspect.signature(type(model).forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -238,7 +240,9 @@ class Step(nn.Module):
                 raise refusal(
                     f"layer {index} is {layer_type!r} but gives its attention sliding_window={cache.windows[index]}"
                 )
+        _freeze_rotary_embeddings(self.model)
         own = _clone_sharing_weights(model)
+        own.set_attn_implementation("eager")  # sdpa of transformers 5.5 leaves out the soft-capping of Gemma 2
         expected = own(input_ids=ids, use_cache=False).logits[:, -1].float()
         if not torch.isfinite(expected).all():
             raise refusal("its logits are not finite; check that its weights are")
@@ -361,8 +365,14 @@ def position_limit(model: PreTrainedModel) -> int | None:
     if limits := _length_limits(config):
         return min(limits)
     tokens = model.get_input_embeddings()
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not tokens]
-    return int(trained) if any(table.num_embeddings >= trained for table in tables) else None
+    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding) and m is not tokens]
+    # GPT-J and CTRL keep theirs as a buffer, or as a tensor that is none.
+    for module in model.modules():
+        held = [*module.named_buffers(recurse=False), *vars(module).items()]
+        tables += [
+            value for name, value in held if isinstance(value, torch.Tensor) and "pos" in name and value.dim() == 2
+        ]
+    return int(trained) if any(table.shape[0] >= trained for table in tables) else None
 
 
 def _length_limits(config: Any) -> list[int]:
@@ -394,6 +404,25 @@ def _clone_sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
         raise UnsupportedModelError(
             f"model cannot be copied, because something attached to it cannot ({type(error).__name__}: {error}); remove that"
         ) from error
+
+
+def _freeze_rotary_embeddings(model: nn.Module) -> None:
+    """Keep the frequencies that apply up to the trained length, which no step goes beyond.
+
+    Their modules would look at the length in every forward, and share one tensor between two buffers, which
+    a trace refuses.
+    """
+    for module in model.modules():
+        kind: Any = getattr(module, "rope_type", None)
+        if isinstance(kind, dict):  # one per type of layer
+            frozen: Any = dict.fromkeys(kind, "default")
+        elif kind in _LENGTH_DEPENDENT_ROPE:
+            frozen = "default"
+        else:
+            continue
+        module.rope_type = frozen
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.clone())
 
 
 def _in_layer_order(tensors: dict[int, torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -148,7 +148,7 @@ FAMILIES = [
     Family("GPT-NeoX, Pythia", "GPTNeoXForCausalLM"),
     Family("GPT-OSS", "GptOssForCausalLM", {**WINDOW, **HEADS, **EXPERTS}),
     Family("Granite", "GraniteForCausalLM", {"attention_multiplier": 0.5, "residual_multiplier": 0.7}),
-    Family("GraniteMoe", "GraniteMoeForCausalLM", {**EXPERTS, "attention_multiplier": 0.5}),
+    Family("GraniteMoe", "GraniteMoeForCausalLM", {**EXPERTS, "attention_multiplier": 0.5}, recent=[""]),
     Family("Helium", "HeliumForCausalLM", HEADS),
     Family("Llama", "LlamaForCausalLM", {}, ROPES),
     Family("Ministral", "MinistralForCausalLM", {**TURNS, **HEADS}),

@@ -1,3 +1,4 @@
+import functools
 import subprocess
 import sys
 
@@ -5,6 +6,7 @@ import models
 import openvino as ov
 import pytest
 import torch
+import transformers as tf
 from models import new_tokens, random_prompt, reference
 
 from staticgen import BackendUnavailableError, CompileError, Session, UnknownNameError
@@ -138,6 +140,21 @@ def test_a_dimension_that_stays_open_is_named(tiny_llama, monkeypatch):
     monkeypatch.setattr(ov.Model, "reshape", lambda *_: None)
     with pytest.raises(CompileError, match=r"is not static: .* has shape"):
         static_model(step, StepShape(1, 1, 16))
+
+
+def test_numbers_that_a_trace_would_fix_are_refused():
+    """A size read out of a tensor stays what it was in the trace: right at that size, and wrong at others."""
+
+    class Counting(tf.LlamaForCausalLM):
+        @functools.wraps(tf.LlamaForCausalLM.forward)
+        def forward(self, input_ids, **arguments):
+            assert len(input_ids.flatten().tolist()) > 0
+            return super().forward(input_ids=input_ids, **arguments)
+
+    model = Counting(models.llama().config).eval()
+    with pytest.raises(CompileError, match=r"'llama': it reads numbers out of its tensors.*use backend='eager'"):
+        Session(model, max_length=32, backend="openvino")
+    assert Session(model, max_length=32, backend="eager").generate([5, 6], max_new_tokens=2).shape == (1, 4)
 
 
 def test_what_a_compiler_refuses_is_said_in_its_words(tiny_llama):

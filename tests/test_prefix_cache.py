@@ -193,10 +193,18 @@ def test_any_prompts(calls, budget, name, options):
 FIXED = {name: make() for name, make in MODELS.items()}
 
 
+# Sequences that have a beginning in common, and of which one may end within another.
+CUT = st.builds(
+    lambda count, end: [0, 1, 2, 0, 0, 1, 1, 2, 2, 0, 1, 2][:count] + end,
+    st.integers(1, 12),
+    st.lists(st.integers(0, 2), max_size=2),
+)
+
+
 @settings(RELAXED, max_examples=200)
 @given(
-    sequences=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=8),
-    asked=st.lists(st.integers(0, 2), min_size=2, max_size=12),
+    sequences=st.lists(CUT, min_size=1, max_size=8),
+    asked=CUT,
     windows=st.sampled_from([(None,), (3, None), (1,), (4, 2)]),
     budget=st.sampled_from([150, 400, PLENTY]),
 )
@@ -287,6 +295,31 @@ def test_what_sliding_dropped_is_not_kept(tiny_llama):
         output = session.generate(long, max_new_tokens=10)
         assert session.stats.last.reused_tokens == 20  # the first prompt, and not what came after
         assert torch.equal(output, plain.generate(long, max_new_tokens=10))
+
+
+def test_a_layout_that_holds_less(tiny_llama):
+    """What is known of a prompt is more than the layout in use can hold."""
+    session = Session(tiny_llama, max_length=48, prefix_cache=PLENTY, backend="eager")
+    plain = Session(tiny_llama, max_length=48, backend="eager")
+    prompt = random_prompt(30)
+    session.generate(prompt, max_new_tokens=8)
+    for one in (session, plain):
+        one.set_cache_implementation("sink", window_length=9, num_sink_tokens=2)
+    output = session.generate(prompt, max_new_tokens=8)
+    assert session.stats.last.reused_tokens == 11
+    assert torch.equal(output, plain.generate(prompt, max_new_tokens=8))
+
+
+def test_a_text_that_ends_within_another(model):
+    """Of windows, only the newest tokens are held: those at the end of the shorter text are held too from then on."""
+    session = Session(model, max_length=48, prefix_cache=PLENTY, backend="eager")
+    text = random_prompt(30)
+    session.generate(text, max_new_tokens=1)
+    session.generate(text[:20], max_new_tokens=1)
+    prompt = text[:20] + random_prompt(5, seed=7)
+    output = session.generate(prompt, max_new_tokens=8)
+    assert session.stats.last.reused_tokens == 20
+    assert new_tokens(output, 25) == [reference(model, prompt, 8)]
 
 
 def test_a_stream_that_is_closed_keeps_what_ran(tiny_llama):

@@ -143,15 +143,18 @@ def test_a_prefix_serves_other_sessions(model, tmp_path):
     assert torch.stack(list(steps), dim=1).tolist() == expected
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
 @pytest.mark.parametrize(
-    "options", [{"overflow": "slide"}, {"overflow": "slide", "layout": "shift"}, {"overflow": "sink"}]
+    "options",
+    [
+        {"overflow": "slide"},
+        {"overflow": "slide", "layout": "shift"},
+        {"overflow": "sink", "layout_options": {"window_length": 24, "num_sink_tokens": 0}},
+    ],
 )
-def test_text_longer_than_the_cache(model, options):
+def test_text_longer_than_the_cache(kind, options):
     """Prompts that fit, and one that does not; a prefix longer than the cache is of no use, and does no harm."""
-    if model.config.model_type == "gpt2":
-        pytest.skip("its positions end")
-    if model.config.model_type != "llama" and options["overflow"] == "sink":
-        options = {**options, "layout_options": {"window_length": 24, "num_sink_tokens": 0}}
+    model = MODELS[kind]()
     session = Session(model, max_length=24, batch_size=3, backend="eager", prefill_buckets=[4, 8], **options)
     prefix = session.prefix(COMMON)
     long = Session(model, max_length=64, backend="eager").prefix(COMMON + random_prompt(18, seed=3))

@@ -109,6 +109,10 @@ def test_position_limits():
     assert position_limit(models.llama()) is None
     assert position_limit(models.gpt2(n_positions=32)) == 32
     assert position_limit(models.opt(max_position_embeddings=32)) == 32
+    # Tables that are a buffer, or a tensor that is none.
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 128}
+    assert position_limit(tf.GPTJForCausalLM(tf.GPTJConfig(**sizes, rotary_dim=8))) == 32
+    assert position_limit(tf.CTRLLMHeadModel(tf.CTRLConfig(**sizes, dff=128))) == 32
     dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     assert position_limit(models.llama(rope_parameters=dynamic, max_position_embeddings=24)) == 24
 

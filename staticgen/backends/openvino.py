@@ -23,6 +23,7 @@ from staticgen.step import Step
 
 try:
     import openvino as ov
+    from openvino.frontend import FrontEndManager
     from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 except ImportError as error:  # pragma: no cover - openvino is a dependency of the package
     raise BackendUnavailableError("OpenVINO is not installed: pip install openvino") from error
@@ -172,15 +173,23 @@ def convert_step(step: Step) -> ov.Model:
         if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
             # OpenVINO has no operation for the grouped matmul that transformers takes by default.
             step.model.set_experts_implementation("batched_mm")
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the tracer warns of every size that it records
+        kind = step.model.config.model_type
+        with torch.no_grad(), warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")  # the tracer warns of every size that it records
             try:
                 # Tracing again to check the trace would take a third of the time; parity is what the tests check.
                 decoder = TorchScriptPythonDecoder(step, example_input=example, trace_kwargs={"check_trace": False})
-                model = ov.convert_model(decoder)
+                # What ov.convert_model does too; that would send usage data besides.
+                front_end = FrontEndManager().load_by_framework("pytorch")
+                model = front_end.convert(front_end.load(decoder))
             except RuntimeError as error:
-                kind = step.model.config.model_type
                 raise CompileError(f"OpenVINO cannot convert model_type {kind!r}: {error}") from error
+        fixed = [str(one.message).strip() for one in warned if "to a Python list" in str(one.message)]
+        if fixed:
+            raise CompileError(
+                f"OpenVINO cannot convert model_type {kind!r}: it reads numbers out of its tensors, which would stay what "
+                f"they are in the trace ({fixed[0].splitlines()[0]}); use backend='eager'"
+            )
         _name_ports(model, step)
         _converted[step] = model
     return _converted[step]
