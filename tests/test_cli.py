@@ -359,6 +359,15 @@ class Interrupting(io.StringIO):
         return super().write(text)
 
 
+@pytest.fixture
+def interruptible():
+    """A shell's background job ignores Ctrl-C, and so would the tests that are run in one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_the_answer_and_keeps_the_chat(capfd, monkeypatch, tmp_path):
     tokenizer = texts.byte_level()
     first = len(encode_prompt(tokenizer, user("hi")))
@@ -372,6 +381,7 @@ def test_ctrl_c_ends_the_answer_and_keeps_the_chat(capfd, monkeypatch, tmp_path)
     assert "cancelled" in err
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_elsewhere_ends_the_command(folder, capfd, monkeypatch):
     out = Interrupting(2)
     monkeypatch.setattr(sys, "stdout", out)
@@ -379,6 +389,7 @@ def test_ctrl_c_elsewhere_ends_the_command(folder, capfd, monkeypatch):
     assert (code, "cancelled" in err) == (130, True)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_chat_in_a_process_of_its_own_with_real_signals(folder):
     """Ctrl-C while it answers, then another message, then the end of the input."""
     command = [sys.executable, "-c", "from staticgen.cli import app; app()", "chat", "--model", str(folder)]

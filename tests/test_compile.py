@@ -30,19 +30,22 @@ def test_the_files_alone_give_the_tokens(tmp_path, family, profile):
     }
     options = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
     decode, prefill = (core.compile_model(model, "CPU", options) for model in (decode, prefill))
-    slots = inputs["slot_positions"]
+    slots = inputs["slot_positions.0"]
     slots[:] = -1
+    length = slots.shape[1]  # of a model with a window: that
     prompt, tokens = random_prompt(5), []
 
     def run(program, ids, positions):
         feed = {**inputs, "token_ids": np.array([ids]), "position_ids": np.array([positions])}
+        feed["first_positions"] = np.zeros_like(feed["position_ids"])
         output = dict(zip(results, program([feed[name] for name in names]).values(), strict=True))
         for column, position in enumerate(positions):
             if position >= 0:
-                slots[0, position] = position
-                for name in names[3:]:
-                    turned = name.startswith("past_key") and inputs[name].shape[-1] == 32
-                    slot = (..., position) if turned else (slice(None), slice(None), position)
+                place = position % length
+                slots[0, place] = position
+                for name in names[4:]:
+                    turned = name.startswith("past_key") and inputs[name].shape[-1] == length
+                    slot = (..., place) if turned else (slice(None), slice(None), place)
                     inputs[name][slot] = output[name.replace("past", "new")][:, :, column]
         tokens.append(int(output["logits"][0].argmax()))
 

@@ -24,4 +24,12 @@ def test_chunks_hold_the_prompt_and_only_the_first_has_padding(length, buckets):
 
 def test_bytes_of_a_cache():
     spec = CacheSpec((LayerSpec(2, 16, 16), LayerSpec(1, 8, 4)), torch.float16)
-    assert spec.nbytes(batch=3, length=10) == 2 * 3 * 10 * (2 * 32 + 1 * 12)
+    assert spec.nbytes(batch=3, cache_length=10) == 2 * 3 * 10 * (2 * 32 + 1 * 12)
+    assert (spec.windows, spec.longest) == ((None,), None)
+
+
+def test_layers_with_windows_count_their_window():
+    spec = CacheSpec((LayerSpec(2, 16, 16, 4), LayerSpec(1, 8, 4, 6), LayerSpec(1, 8, 4, 4)), torch.float32)
+    assert (spec.windows, spec.longest) == ((4, 6), 6)
+    assert spec.nbytes(batch=1, cache_length=10) == 4 * (4 * 64 + 6 * 12 + 4 * 12)
+    assert spec.nbytes(batch=1, cache_length=3) == 4 * 3 * (64 + 12 + 12)
