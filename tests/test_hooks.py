@@ -105,6 +105,10 @@ def test_stopping_criteria_end_rows_one_by_one(tiny_llama, backend):
 )
 def test_stop_strings_end_where_transformers_ends(tokenizer, texts, stops):
     """C43: at the token that completes a match, across characters that are several tokens."""
+    try:
+        tf.StopStringCriteria(tokenizer, stops)
+    except ValueError as error:
+        pytest.skip(f"transformers {tf.__version__} has no such stop string: {error}")
     model = models.llama(vocab_size=len(tokenizer))
     scripts = [tokenizer(text).input_ids for text in texts]
     prompts = [tokenizer("x two 世").input_ids, tokenizer("other").input_ids]
