@@ -54,10 +54,7 @@ def read_hooks(settings: Decoding, prompts: Prompts, arguments: dict[str, Any]) 
     processors = _listed("logits_processor", arguments.pop("logits_processor", None))
     criteria = _listed("stopping_criteria", arguments.pop("stopping_criteria", None))
     streamer, tokenizer = arguments.pop("streamer", None), arguments.pop("tokenizer", None)
-    if streamer is not None and not (callable(getattr(streamer, "put", None)) and hasattr(streamer, "end")):
-        raise TypeError(
-            f"streamer is a {type(streamer).__name__}, expected one with put() and end() like transformers'"
-        )
+    require_streamer(streamer)
     if settings.stop_strings:
         if tokenizer is None:
             raise ValueError("stop_strings needs the model's tokenizer: pass tokenizer=")
@@ -72,10 +69,23 @@ def read_hooks(settings: Decoding, prompts: Prompts, arguments: dict[str, Any]) 
     return Hooks(processors, criteria, streamer, arguments.pop("token_mask", None))
 
 
-def _listed(name: str, given: Any) -> list[Any]:
+def require_streamer(streamer: Any) -> None:
+    """Refuse what is neither None nor like transformers' streamers; a TypeError names it."""
+    if streamer is not None and not (callable(getattr(streamer, "put", None)) and hasattr(streamer, "end")):
+        raise TypeError(
+            f"streamer is a {type(streamer).__name__}, expected one with put() and end() like transformers'"
+        )
+
+
+def as_list(given: Any) -> list[Any]:
+    """A caller's processors or criteria, which may be one, several or None."""
     if given is None:
         return []
-    items = list(given) if isinstance(given, (list, tuple)) else [given]
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _listed(name: str, given: Any) -> list[Any]:
+    items = as_list(given)
     for item in items:
         if not callable(item):
             raise TypeError(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from staticgen.calls import as_list, require_streamer
 from staticgen.decoding import Decoding, is_int
 from staticgen.detokenize import RowText, read_stop
 from staticgen.generation import DEFAULT_MAX_LENGTH
@@ -169,8 +170,7 @@ class Completion:
             ValueError, TypeError: bad input; nothing has run then.
             SessionBusyError: this thread still holds an open stream.
         """
-        if streamer is not None and not (callable(getattr(streamer, "put", None)) and hasattr(streamer, "end")):
-            raise TypeError(f"streamer is a {type(streamer).__name__}, expected one of transformers, with put and end")
+        require_streamer(streamer)
         try:
             settings = self._read(arguments)
             prompts, alone = _as_list(prompt)
@@ -320,9 +320,8 @@ class Completion:
         decoding = dict(settings.decoding)
         if turn and decoding.get("seed") is not None:
             decoding["seed"] += turn
-        given = decoding.pop("stopping_criteria", None) or []
-        criteria = [*given] if isinstance(given, (list, tuple)) else [given]
-        return self.session.stream(ids, stopping_criteria=[*criteria, stopped], **decoding), rows
+        criteria = [*as_list(decoding.pop("stopping_criteria", None)), stopped]
+        return self.session.stream(ids, stopping_criteria=criteria, **decoding), rows
 
     def _row(self, ids: list[int], settings: _Settings) -> _Row:
         return _Row(RowText(self.tokenizer, settings.stop, settings.skip_special_tokens), len(ids))

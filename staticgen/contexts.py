@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch.nn import functional
@@ -30,7 +30,6 @@ class Context(ABC):
     def sizes(self) -> list[tuple[int, int]]:
         """The programs that it runs: (tokens, cache length) each."""
 
-    @abstractmethod
     def prefill(
         self,
         rows: Sequence[torch.Tensor],
@@ -47,6 +46,16 @@ class Context(ABC):
         Returns:
             logits float32 [batch size of the session, V] of the last tokens.
         """
+        logits = self._take_in(rows, window, ready)
+        if copies == 1:
+            return logits
+        sources = [row for row in range(len(rows)) for _ in range(copies)]
+        self.select_rows(sources)
+        return logits[sources]
+
+    @abstractmethod
+    def _take_in(self, rows: Sequence[torch.Tensor], window: int | None, ready: ReadyKeys | None) -> torch.Tensor:
+        """:meth:`prefill` without copies."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -129,23 +138,14 @@ class CachedContext(Context):
         longest = max(map(len, rows.values()))
         chunks = plan_chunks(longest, self._buckets)
         token_ids, position_ids = _left_padded(rows, self._programs.batch, sum(chunks))
-        done = longest - sum(chunks)  # columns placed so far; those that are padding in every row are not
-        start = 0
-        for size in chunks:
-            columns = slice(start, start + size)
+        padding = sum(chunks) - longest  # columns that are padding in every row take no slot
+        for columns in _columns(chunks):
             logits, new = self._step(token_ids[:, columns], position_ids[:, columns])
-            cache.write_rows(new, position_ids[:, columns], list(rows), longest, done)
-            start, done = start + size, done + size
+            cache.write_rows(new, position_ids[:, columns], list(rows), longest, columns.start - padding)
         self._caches.used = max(self._caches.used, longest)
         return logits
 
-    def prefill(
-        self,
-        rows: Sequence[torch.Tensor],
-        window: int | None = None,
-        ready: ReadyKeys | None = None,
-        copies: int = 1,
-    ) -> torch.Tensor:
+    def _take_in(self, rows: Sequence[torch.Tensor], window: int | None, ready: ReadyKeys | None) -> torch.Tensor:
         self._caches.clear()
         self._window, self._packed = window, False
         starts = [0] * len(rows)
@@ -168,13 +168,10 @@ class CachedContext(Context):
             ids = functional.pad(token_ids[:, begin:end], (padding, 0))
             positions = functional.pad(position_ids[:, begin:end], (padding, 0), value=EMPTY)
             column = begin - padding + (0 if late is None else late.first_run)
-            start = 0
-            for size in chunks:
-                columns = slice(start, start + size)
-                skip = max(0, padding - start)
-                logits = self._run(ids[:, columns], positions[:, columns], skip, late, column + start)
-                start += size
-        return _spread(self, logits, len(rows), copies)
+            for columns in _columns(chunks):
+                skip = max(0, padding - columns.start)
+                logits = self._run(ids[:, columns], positions[:, columns], skip, late, column + columns.start)
+        return logits
 
     def select_rows(self, sources: Sequence[int]) -> None:
         self._caches.current.select_rows_(sources)
@@ -244,16 +241,10 @@ class RecomputedContext(Context):
     def sizes(self) -> list[tuple[int, int]]:
         return [(length, 1) for length in self._lengths]
 
-    def prefill(
-        self,
-        rows: Sequence[torch.Tensor],
-        window: int | None = None,
-        ready: ReadyKeys | None = None,
-        copies: int = 1,
-    ) -> torch.Tensor:
+    def _take_in(self, rows: Sequence[torch.Tensor], window: int | None, ready: ReadyKeys | None) -> torch.Tensor:
         assert ready is None  # refused before
         self._rows = [row[-self._lengths[-1] :] for row in rows]
-        return _spread(self, self._run(), len(rows), copies)
+        return self._run()
 
     def clear(self) -> None:
         self._rows = [torch.zeros(0, dtype=torch.int64, device="cpu")] * self._programs.batch
@@ -280,13 +271,10 @@ class RecomputedContext(Context):
         return self._programs.run(token_ids, position_ids, torch.zeros_like(position_ids), self._nothing)[0]
 
 
-def _spread(context: Context, logits: torch.Tensor, rows: int, copies: int) -> torch.Tensor:
-    """Make ``copies`` of each row; the logits of all."""
-    if copies == 1:
-        return logits
-    sources = [row for row in range(rows) for _ in range(copies)]
-    context.select_rows(sources)
-    return logits[sources]
+def _columns(chunks: Sequence[int]) -> Iterator[slice]:
+    """The columns of each chunk."""
+    for start, stop in pairwise(accumulate(chunks, initial=0)):
+        yield slice(start, stop)
 
 
 def _left_padded(

@@ -51,46 +51,41 @@ def run_many(
 
     ``report`` is called once for every text that has ended.
     """
-    calls: list[Call | None] = [None] * len(requests)
-    rows: list[int | None] = [None] * batch_size  # the request in each row
+    running: dict[int, tuple[int, Call]] = {}  # by row: the request in it, and its state
     texts: list[list[int]] = [request.prompts.rows[0].tolist() for request in requests]
     waiting = list(reversed(range(len(requests))))
     context.clear()
 
-    def choose(index: int, row: int, logits: torch.Tensor) -> None:
-        call = calls[index]
-        assert call is not None
+    def choose(row: int, logits: torch.Tensor) -> None:
+        index, call = running[row]
         texts[index].append(int(call.choose(logits[row : row + 1])))
         if call.finished:
             stats.new_tokens[index] = call.stats.new_tokens[0]
             stats.finish_reasons[index] = call.stats.finish_reasons[0]
-            rows[row], calls[index] = None, None
+            del running[row]
             report()
 
-    while waiting or any(index is not None for index in rows):
-        free = [row for row, index in enumerate(rows) if index is None]
+    while waiting or running:
+        free = [row for row in range(batch_size) if row not in running]
         taken = {row: waiting.pop() for row in free[: len(waiting)]}
         if taken:
             for row, index in taken.items():
-                rows[row] = index
                 asked = requests[index]
-                calls[index] = Call(asked.prompts, asked.settings, 1, new_tokens[index], asked.hooks, sizes)
+                running[row] = index, Call(asked.prompts, asked.settings, 1, new_tokens[index], asked.hooks, sizes)
             logits = context.insert({row: requests[index].prompts.rows[0] for row, index in taken.items()})
-            for row, index in taken.items():
-                choose(index, row, logits)
+            for row in taken:
+                choose(row, logits)
             continue  # a text of one token has left its row free again
         start = time.perf_counter()
         token_ids = torch.zeros(batch_size, 1, dtype=torch.int64, device="cpu")
         position_ids = torch.full_like(token_ids, EMPTY)
-        for row, held in enumerate(rows):
-            if held is not None and (call := calls[held]) is not None:
-                token_ids[row], position_ids[row] = call.token_ids[0], call.position_ids[0]
+        for row, (_, call) in running.items():
+            token_ids[row], position_ids[row] = call.token_ids[0], call.position_ids[0]
         logits = context.decode(token_ids, position_ids)
         seconds = time.perf_counter() - start
         stats.steps += 1
         stats.decode_seconds += seconds
-        for row, held in enumerate(list(rows)):
-            if held is not None and (call := calls[held]) is not None:
-                call.advance(seconds)
-                choose(held, row, logits)
+        for row in sorted(running):
+            running[row][1].advance(seconds)
+            choose(row, logits)
     return [torch.tensor(text, dtype=torch.int64, device="cpu") for text in texts]

@@ -20,7 +20,7 @@ from staticgen.contexts import Context
 from staticgen.identity import Identity, difference, identity_of
 from staticgen.layouts import Layout
 from staticgen.prompts import Prompts, read_prompts
-from staticgen.ready import ReadyKeys, ready_from_spans
+from staticgen.ready import ReadyKeys, layers_of, ready_from_spans
 from staticgen.shapes import CacheSpec, LayerSpec
 from staticgen.spans import KVSpan, usable_lengths
 from staticgen.step import Step
@@ -219,7 +219,7 @@ def prefix_of_keys_values(keys_values: Any, step: Step) -> Prefix:
 def _pairs(keys_values: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Per layer its keys and values, [K, held, D]."""
     if isinstance(keys_values, Cache):
-        keys_values = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in keys_values.layers]
+        keys_values = layers_of(keys_values)
     if not isinstance(keys_values, Sequence) or isinstance(keys_values, str):
         raise TypeError(f"keys_values is a {type(keys_values).__name__}, expected (keys, values) per layer, or a Cache")
     pairs = []

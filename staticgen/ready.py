@@ -155,10 +155,15 @@ def warn_that_keys_win(cache_implementation: str, layout: str) -> None:
     )
 
 
+def layers_of(cache: Cache) -> list[tuple[Any, Any]]:
+    """Keys and values of each layer of transformers' cache; None where it has none."""
+    return [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
+
+
 def _pairs(past: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     pairs: list[Any]
     if isinstance(past, Cache):
-        pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in past.layers]
+        pairs = layers_of(past)
     elif isinstance(past, Sequence) and not isinstance(past, str):
         pairs = [pair if isinstance(pair, Sequence) else () for pair in past]
     else:

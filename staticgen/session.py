@@ -100,8 +100,8 @@ class Session:
         self.max_length = require_count("max_length", max_length, least=2)
         self.batch_size = require_count("batch_size", batch_size, least=1)
         layout = default_layout(overflow) if layout is None else layout
-        read_overflow(overflow, layout, layout_class(layout))
-        self._asked_overflow = overflow
+        policy = read_overflow(overflow, layout, layout_class(layout))
+        self._asked_overflow = None if overflow is None else policy
         budget = 0 if prefix_cache is None else require_count("prefix_cache", prefix_cache, least=0)
         self.backend: Backend = open_backend(backend, device, backend_options)
         self.prefill_buckets = fit_buckets(prefill_buckets, self.backend.prefill_buckets, self.max_length)
@@ -135,8 +135,7 @@ class Session:
         cls = layout_class(name)
         with Hold(self._lock):
             asked = self._asked_overflow
-            fitting = asked is not None and asked.strip().lower() in cls.overflow
-            self._set_layout(name, parameters, asked if fitting else None)
+            self._set_layout(name, parameters, asked if asked in cls.overflow else None)
 
     def _set_layout(self, name: str, options: Mapping[str, Any], overflow: str | None) -> None:
         cls = layout_class(name)
@@ -437,14 +436,10 @@ class Session:
             return search_all(self._context, self._step, self.batch_size, request, new_tokens)
 
     def _read_past(self, past_key_values: Any, prompts: Prompts) -> ReadyKeys | None:
-        if isinstance(past_key_values, Prefix):
-            require_prefix_layout(self.layout, layout_class(self.layout), "prefix")
+        is_prefix = isinstance(past_key_values, Prefix)
+        require_prefix_layout(self.layout, layout_class(self.layout), "prefix" if is_prefix else "past_key_values")
+        if is_prefix:
             return past_key_values.ready(prompts, self._step, self.batch_size, self._most_kept)
-        if layout_class(self.layout).recomputes:
-            raise ValueError(
-                f"layout {self.layout!r} keeps no keys and values, so that it cannot take past_key_values: leave them "
-                "out, or call session.set_cache_implementation('ring')"
-            )
         ready = read_past_key_values(past_key_values, prompts, self._step.cache_spec, self.batch_size)
         if self._capacity is not None and ready.buffers.length > self._capacity:
             raise ValueError(
