@@ -7,22 +7,20 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from staticgen.flags import CONSTRAINT, LAYOUT, MODEL, SESSION, shared_flags
+from staticgen.terminal import bar, console, errors, print_error
 
 if TYPE_CHECKING:
     from staticgen.completions import Completion
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-console = Console(stderr=True, highlight=False)
 MAX_LENGTH, CHAT_MAX_LENGTH = 512, 2048
 # Keys and values of the conversation, so that a turn runs its own message only.
 CHAT_PREFIX_CACHE = 1 << 30
@@ -69,7 +67,7 @@ def generate(
     The text for --prompt streams to standard output. With --file or --samples, every text is a line of JSON there, with
     prompt, text, new_tokens and finish_reason. All else goes to standard error.
     """
-    with _errors():
+    with errors():
         if (prompt is None) == (file is None):
             raise ValueError("give either --prompt or --file")
         texts = [prompt] if prompt is not None else _lines(file or "")
@@ -84,7 +82,7 @@ def generate(
         else:
             start, new_tokens = time.perf_counter(), 0
             results = complete.results(prompts, samples=samples)
-            with _bar() as progress:
+            with bar() as progress:
                 for text, results_of_one in zip(progress.track(texts, description="completing"), results, strict=True):
                     for index, result in enumerate(results_of_one):
                         line = {"prompt": text} if samples is None else {"prompt": text, "sample": index}
@@ -108,7 +106,7 @@ def chat(
 
     Of each turn only what is new runs. Answers stream to standard output, all else goes to standard error. Ctrl-C ends an answer, and not the chat.
     """
-    with _errors():
+    with errors():
         if given.get("layout", "").strip().lower() != "none":  # which keeps no keys and values
             given.setdefault("prefix_cache", CHAT_PREFIX_CACHE)
         complete, load_seconds = _open(given, [], CHAT_MAX_LENGTH)
@@ -125,7 +123,7 @@ def chat(
             try:
                 answer = _answer(complete, [*messages, {"role": "user", "content": line}])
             except ValueError as error:  # too long, say; the conversation before it is still good
-                _print_error(error)
+                print_error(error)
                 refused = True
                 continue
             messages += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
@@ -160,32 +158,6 @@ def _answer(complete: Completion, messages: list[dict[str, str]]) -> str:
             print(flush=True)
             console.print(" | ".join(_last_call(complete)), style="dim", soft_wrap=True)
     return "".join(pieces)
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    """Errors as one line and an exit code."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        console.print("\ncancelled")
-        raise typer.Exit(130) from None
-    except (typer.Exit, BrokenPipeError):  # typer ends quietly when nobody reads on
-        raise
-    except (ValueError, TypeError, RuntimeError, OSError, ArithmeticError, MemoryError, ImportError) as error:
-        _print_error(error)
-        raise typer.Exit(1) from None
-
-
-def _print_error(error: BaseException) -> None:
-    text = " ".join(str(error).split()) or type(error).__name__
-    console.print(f"error: {text}", style="red", markup=False, soft_wrap=True)
-
-
-def _bar() -> Progress:
-    """A bar on standard error, if it would be seen and not stand between the results."""
-    shown = console.is_terminal and not sys.stdout.isatty()
-    return Progress(console=console, transient=True, disable=not shown, redirect_stdout=False)
 
 
 def _lines(file: str) -> list[str]:
@@ -267,4 +239,4 @@ def _quiet_transformers() -> None:
     from transformers.utils import logging  # noqa: PLC0415
 
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    logging.disable_progressbar()
