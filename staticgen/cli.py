@@ -239,4 +239,4 @@ def _quiet_transformers() -> None:
     from transformers.utils import logging  # noqa: PLC0415
 
     logging.set_verbosity_error()
-    logging.disable_progressbar()
+    logging.disable_progress_bar()
