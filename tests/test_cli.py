@@ -120,7 +120,7 @@ def test_stop_strings_and_characters_of_several_tokens(capfd, tmp_path):
 
 
 def test_the_bar_stays_out_of_the_results(folder, capfd, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "console", Console(stderr=True, highlight=False, force_terminal=True))
+    monkeypatch.setattr("staticgen.terminal.console", Console(stderr=True, highlight=False, force_terminal=True))
     (tmp_path / "p").write_text("a\nb\n")
     common = ["generate", "--model", folder, "--backend", "eager", "--max-new-tokens", 2]
     _, out, err = run(capfd, *common, "--file", tmp_path / "p")
