@@ -31,18 +31,18 @@ def vocab_size(model: Any) -> int:
     """V, the number of token ids that the model can embed."""
     if isinstance(model, CompiledModel):
         return model.step.vocab_size
-    from staticgen import step  # noqa: PLC0415
+    from staticgen.step import vocab_size as read_vocab_size  # noqa: PLC0415
 
-    return step.vocab_size(model)
+    return read_vocab_size(model)
 
 
 def position_limit(model: Any) -> int | None:
     """How many positions the model can number, or None where there is no hard limit."""
     if isinstance(model, CompiledModel):
         return model.step.position_limit
-    from staticgen import step  # noqa: PLC0415
+    from staticgen.step import position_limit as read_position_limit  # noqa: PLC0415
 
-    return step.position_limit(model)
+    return read_position_limit(model)
 
 
 def longest(model: Any, most: int) -> int:
