@@ -58,6 +58,19 @@ def write_ir(
     return written
 
 
+def write_open(step: Step, folder: Path) -> None:
+    """Write the step with open sizes: ``step.xml`` and ``step.bin``."""
+    ov.save_model(convert_step(step), folder / "step.xml", compress_to_fp16=False)
+
+
+def read_open(core: ov.Core, folder: Path) -> ov.Model:
+    """What :func:`write_open` wrote."""
+    try:
+        return core.read_model(folder / "step.xml")
+    except RuntimeError as error:
+        raise CompileError(f"OpenVINO cannot read {str(folder / 'step.xml')!r}: {error}") from error
+
+
 def static_model(step: Step, shape: StepShape, model: ov.Model | None = None) -> ov.Model:
     """The step as an OpenVINO model in which every dimension is fixed to ``shape``.
 
