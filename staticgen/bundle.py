@@ -9,14 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import secrets
 import shutil
 import stat
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -27,6 +29,7 @@ FORMAT, VERSION = "staticgen-bundle", 1
 _MOST_MANIFEST_BYTES = 1 << 26
 _PIECE = 1 << 22
 _STALE_SECONDS = 24 * 3600
+_LIBRARIES = ("staticgen", "torch", "transformers", "openvino", "nncf", "safetensors", "tokenizers")
 _REBUILD = "make it anew with `staticgen compile`"
 
 
@@ -196,6 +199,15 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 
 def _render(manifest: Mapping[str, Any]) -> bytes:
     return (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode("utf-8", errors="surrogatepass")
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what programs depend on, and the kind of machine."""
+    found = {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
+    for name in _LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 @contextmanager

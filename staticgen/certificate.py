@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 
 from staticgen.bundle import Bundle
+from staticgen.compiled import CompiledModel
 from staticgen.errors import BundleError
 from staticgen.session import Session
 
@@ -92,6 +93,13 @@ def load_golden(bundle: Bundle) -> list[Golden]:
         ]
     except (safetensors.SafetensorError, KeyError) as error:
         raise BundleError(f"bundle {str(bundle.folder)!r}: its certificate cannot be read ({error})") from error
+
+
+def stand_in_arguments(model: CompiledModel) -> dict[str, Any]:
+    """Arguments of a session that runs a bundle on this machine's CPU in place of its own device."""
+    if model.backend == "npu":
+        return {"backend_options": {"NPUW_DEVICES": "CPU"}}
+    return {"device": "CPU"}
 
 
 def compare(session: Session, golden: Sequence[Golden], vocab_size: int) -> list[Comparison]:
