@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 ORDER = [
     "errors", "shapes", "spans", "registry", "stats", "layouts", "rotary", "cache", "growth", "prompts", "ready", "prefix_cache",
     "decoding", "constraints", "sampling", "calls", "profiles", "attention", "legacy", "step", "backends.base", "backends",
-    "backends.eager", "backends.openvino", "backends.npu", "programs", "contexts", "identity", "prefixes", "limits",
+    "backends.eager", "backends.intel_npu", "backends.openvino", "backends.npu", "programs", "contexts", "identity", "prefixes", "limits",
     "request", "beams", "many", "progress", "holding", "session", "generation", "custom", "text", "detokenize", "completions", "", "flags", "terminal",
     "compile.ir", "compile", "cli",
 ]  # fmt: skip
