@@ -174,13 +174,13 @@ import models, torch
 from models import random_prompt, reference
 from staticgen import Session
 from staticgen.backends import open_backend
-import intel_npu_acceleration_library as library  # as a user may have done before
 
 path = list(sys.path)
 with warnings.catch_warnings(record=True) as warned:
     warnings.simplefilter("always")
     for _ in range(2):
         open_backend("intel_npu", "npu")
+library = sys.modules["intel_npu_acceleration_library"]
 said = {"path": path == sys.path, "warned": [str(one.message) for one in warned]}
 prompts = [random_prompt(length) for length in (3, 9, 20)]
 kinds = {"llama": models.llama(), "qwen2": models.qwen2(), "opt": models.opt(), "mistral": models.mistral()}

@@ -53,7 +53,9 @@ class IntelNPUBackend(Backend):
             raise UnknownNameError(f"backend 'intel_npu' runs on device NPU only, got device={device!r}")
         for name in options or ():
             if name != "dtype":
-                raise ValueError(f"backend_options has the unknown option {name!r}: backend 'intel_npu' knows dtype only")
+                raise ValueError(
+                    f"backend_options has the unknown option {name!r}: backend 'intel_npu' knows dtype only"
+                )
         self._dtype = (options or {}).get("dtype", "float16")
         if self._dtype not in _WEIGHTS:
             raise ValueError(f"backend_options has dtype={self._dtype!r}, expected one of {', '.join(_WEIGHTS)}")
