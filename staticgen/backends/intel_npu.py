@@ -17,7 +17,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,7 +26,9 @@ from staticgen.backends.base import Backend, Program
 from staticgen.backends.eager import EagerProgram
 from staticgen.errors import BackendUnavailableError, CompileError, UnknownNameError
 from staticgen.shapes import StepShape
-from staticgen.step import Step
+
+if TYPE_CHECKING:
+    from staticgen.step import Step
 
 LIBRARY = "intel_npu_acceleration_library"
 # Version 2 of neural-compressor's interface, which it imports, ended with 3.7; that imports pkg_resources.
