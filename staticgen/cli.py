@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from staticgen.cli_devices import devices
 from staticgen.flags import CONSTRAINT, LAYOUT, MODEL, SESSION, shared_flags
 from staticgen.terminal import bar, console, errors, print_error
 
@@ -45,6 +46,9 @@ def main(
     ] = False,
 ) -> None:
     """Generate text with static shapes: every step is compiled once and replayed for every token."""
+
+
+app.command()(devices)
 
 
 @app.command()
