@@ -164,7 +164,10 @@ class CompiledSource(Source):
                 f"{', '.join(map(str, self._compiled.programs))}: use the layout that it was compiled for "
                 f"({self.layout!r}), or compile another bundle"
             )
-        return read_in_background(self.backend, self.step, [self._compiled.programs[shape] for shape in shapes], stats)
+        # What a short prompt needs first: the smallest prefill, then decode.
+        first = min((shape.tokens for shape in shapes if shape.tokens > 1), default=1)
+        ordered = sorted(shapes, key=lambda shape: (shape.tokens != first, shape.tokens, shape.cache_length))
+        return read_in_background(self.backend, self.step, [self._compiled.programs[shape] for shape in ordered], stats)
 
 
 def open_source(model: Any, *arguments: Any) -> Source:

@@ -17,8 +17,9 @@ ORDER = [
     "errors", "machine", "devices", "shapes", "spans", "registry", "stats", "layouts", "rotary", "cache", "growth", "prompts", "ready", "prefix_cache",
     "decoding", "constraints", "sampling", "calls", "profiles", "identity", "facts", "attention", "legacy", "step", "backends.base", "bundle", "compiled", "models", "backends",
     "backends.eager", "backends.intel_npu", "backends.ir", "backends.openvino", "backends.npu", "limits", "sources", "programs", "contexts", "prefixes",
-    "request", "beams", "many", "progress", "holding", "session", "generation", "custom", "text", "detokenize", "completions", "", "flags", "terminal",
-    "cli_devices", "compile.ir", "compile", "cli",
+    "request", "beams", "many", "progress", "holding", "session", "certificate", "generation", "custom", "text", "detokenize", "completions", "", "flags", "terminal",
+    "cli_devices",
+    "compile.ir", "compile.bundles", "compile", "cli",
 ]  # fmt: skip
 
 
