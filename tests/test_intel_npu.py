@@ -1,7 +1,7 @@
 """The adapter to Intel's archived NPU library.
 
-The library itself has no build for this platform. Where it is missing, a stand-in takes its place in a process of its
-own: a package with the library's name and with those of its names that the adapter uses, over plain torch.
+The library has wheels for Windows only. Where it is missing, a stand-in takes its place in a process of its own: a
+package with the library's name and with those of its names that the adapter uses, over plain torch.
 """
 
 import importlib.util
