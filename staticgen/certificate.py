@@ -65,7 +65,9 @@ def ask_reference(model: Any, prompts: Sequence[Sequence[int]], steps: int) -> l
         ids = torch.tensor([list(prompt)], device="cpu")
         logits = []
         for _ in range(steps):
-            logits.append(model(input_ids=ids, use_cache=False).logits[0, -1].float())
+            logits.append(
+                model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -1].float()
+            )
             ids = torch.cat([ids, logits[-1].argmax()[None, None]], dim=1)
         found.append(Golden(ids[0, : len(prompt)], ids[0, len(prompt) :], torch.stack(logits)))
     return found

@@ -42,9 +42,10 @@ _lowered: weakref.WeakKeyDictionary[Step, dict[str, Step]] = weakref.WeakKeyDict
 
 
 class IntelNPUBackend(Backend):
-    """``device`` is NPU; the one option is ``dtype``, float16 or int8, in which the matrices are held and multiplied.
+    """``device`` is NPU; the one option is ``dtype``, float16 or int8, in which the matrices are held.
 
-    The model is in float32 or float16. int8 is the library's own: symmetric, one scale per row, rounded down.
+    The model is in float32 or float16; what the matrices are multiplied with is rounded to float16. int8 is the
+    library's own: symmetric, one scale per row, rounded down.
     """
 
     name = "intel_npu"

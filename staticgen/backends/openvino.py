@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
     from staticgen.step import Step
 
-# A blob that leaves its weights in the file that they came from.
-_WEIGHTLESS = {"CACHE_MODE": "OPTIMIZE_SIZE"}
-
 
 class OpenVINOProgram(Program):
     """An infer request over buffers that are bound once."""
@@ -70,7 +67,6 @@ class OpenVINOBackend(Backend):
     """``device`` is OpenVINO's: CPU, GPU, GPU.1, AUTO:GPU,CPU ...; ``options`` are its properties."""
 
     name = "openvino"
-    saves = True
     default_device = "CPU"
 
     def __init__(self, device: str | None = None, options: Mapping[str, str] | None = None):
@@ -83,18 +79,19 @@ class OpenVINOBackend(Backend):
         self.cache_sizes = profile.cache_sizes
         self._check_options(options or {})
         self._options = {**profile.compile_options, **(options or {})}
+        # A stand-in, or several devices under one name, give nothing that can be taken back. A CPU compiles in a second,
+        # and a blob would be as large as the weights: without them (CACHE_MODE=OPTIMIZE_SIZE) it gave wrong logits.
+        self.keeps_blobs = not self.emulated and self.device.split(".")[0] in ("GPU", "NPU")
 
     def compile(self, step: Step, shape: StepShape) -> Program:
         from staticgen.backends.ir import static_model  # noqa: PLC0415 - it needs the model's classes
 
         model = static_model(step, shape)
-        return OpenVINOProgram(self._compile(model, step, shape, {}), step, shape)
+        return OpenVINOProgram(self._compile(model, step, shape), step, shape)
 
-    def _compile(
-        self, model: ov.Model, step: StepFacts, shape: StepShape, options: Mapping[str, str]
-    ) -> ov.CompiledModel:
+    def _compile(self, model: ov.Model, step: StepFacts, shape: StepShape) -> ov.CompiledModel:
         try:
-            return self._core.compile_model(model, self.device, {**self._all_options(step), **options})
+            return self._core.compile_model(model, self.device, self._all_options(step))
         except RuntimeError as error:
             raise CompileError(
                 f"OpenVINO device {self.device} refused the step {shape} in {step.dtype}: {error}"
@@ -113,35 +110,45 @@ class OpenVINOBackend(Backend):
                 found[name.lower()] = _as_json(self._core.get_property(device, name))
         return {**found, "options": dict(sorted(self._options.items()))}
 
-    def write(self, step: Step, shapes: Mapping[str, StepShape], folder: Path) -> list[ProgramFiles]:
-        from staticgen.backends.ir import write_ir  # noqa: PLC0415 - it needs the model's classes
+    @property
+    def conversion(self) -> dict[str, Any]:
+        return {"backend": "openvino", "openvino": ov.get_version()}
 
-        return [self.precompile(step, files) for files in write_ir(step, shapes, folder)]
+    def convert(self, step: Step, folder: Path) -> None:
+        from staticgen.backends.ir import write_open  # noqa: PLC0415 - it needs the model's classes
+
+        write_open(step, folder)
+
+    def compile_converted(self, step: Step, folder: Path, shape: StepShape, blob: Path | None = None) -> Program:
+        from staticgen.backends.ir import read_open, static_model  # noqa: PLC0415 - it needs the model's classes
+
+        compiled = self._compile(static_model(step, shape, read_open(self._core, folder)), step, shape)
+        if blob is not None:
+            blob.write_bytes(compiled.export_model().getvalue())
+        return OpenVINOProgram(compiled, step, shape)
+
+    def load_blob(self, step: StepFacts, shape: StepShape, blob: Path) -> Program:
+        try:
+            compiled = self._core.import_model(blob.read_bytes(), self.device, self._all_options(step))
+        except RuntimeError as error:
+            raise CompileError(f"OpenVINO device {self.device} does not take {str(blob)!r}: {error}") from error
+        return OpenVINOProgram(compiled, step, shape)
 
     def precompile(self, step: StepFacts, files: ProgramFiles) -> ProgramFiles:
-        """Compile a program from its files for this device, and keep what came out beside its model.
-
-        Only where a device takes it back without its weights: another copy of them for each program would be too much.
-        """
-        if self.emulated or self.device != "CPU":
+        """Compile a program from its files for this device, and keep what came out beside its model."""
+        if not self.keeps_blobs:
             return files
-        compiled = self._compile(self._read(files), step, files.shape, _WEIGHTLESS)
+        compiled = self._compile(self._read(files), step, files.shape)
         blob = files.paths["model"].with_suffix(".blob")
         blob.write_bytes(compiled.export_model().getvalue())
         return replace(files, compiled=(*files.compiled, (blob, self.made_for)))
 
     def load(self, step: StepFacts, files: ProgramFiles) -> tuple[Program, bool]:
         mine = self.made_for
-        blob = next((path for path, made_for in files.compiled if made_for == mine), None)
-        if blob is None:
-            compiled = self._compile(self._read(files), step, files.shape, {})
-        else:
-            options = {**self._all_options(step), **_WEIGHTLESS, "WEIGHTS_PATH": str(files.paths["weights"])}
-            try:
-                compiled = self._core.import_model(blob.read_bytes(), self.device, options)
-            except RuntimeError as error:
-                raise CompileError(f"OpenVINO device {self.device} does not take {str(blob)!r}: {error}") from error
-        return OpenVINOProgram(compiled, step, files.shape), blob is None
+        for blob, made_for in files.compiled:
+            if made_for == mine:
+                return self.load_blob(step, files.shape, blob), False
+        return OpenVINOProgram(self._compile(self._read(files), step, files.shape), step, files.shape), True
 
     def _read(self, files: ProgramFiles) -> ov.Model:
         try:
