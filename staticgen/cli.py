@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -15,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from staticgen.cli_bundles import cache_app, compile_model, inspect, verify
+from staticgen.cli_devices import devices
 from staticgen.flags import CONSTRAINT, LAYOUT, MODEL, SESSION, shared_flags
-from staticgen.terminal import bar, console, errors, print_error
+from staticgen.terminal import bar, console, errors, print_error, quiet_transformers
 
 if TYPE_CHECKING:
     from staticgen.completions import Completion
@@ -46,6 +46,9 @@ def main(
     ] = False,
 ) -> None:
     """Generate text with static shapes: every step is compiled once and replayed for every token."""
+
+
+app.command()(devices)
 
 
 @app.command()
@@ -185,7 +188,6 @@ def _open(given: Mapping[str, Any], prompts: list[Any], max_length: int) -> tupl
     What can be refused is refused before what takes long: names before loading, ``prompts`` before compiling.
     ``max_length`` is the default, as far as the model has positions.
     """
-    os.environ.setdefault("TQDM_DISABLE", "1")  # loading a GGUF file draws a bar that nothing else turns off
     with console.status("importing"):
         from staticgen import constraints  # noqa: PLC0415
         from staticgen.backends import open_backend  # noqa: PLC0415
@@ -205,7 +207,7 @@ def _open(given: Mapping[str, Any], prompts: list[Any], max_length: int) -> tupl
     open_backend(given.get("backend", "auto"), given.get("device"))
     start = time.perf_counter()
     with console.status(f"loading {given.get('model', 'the default model')}"):
-        _quiet_transformers()
+        quiet_transformers()
         network, tokenizer = load_text_model(given.get("model"), None if dtype is None else DTYPES[dtype])
     load_seconds = time.perf_counter() - start
     elsewhere = {**MODEL, **LAYOUT, **CONSTRAINT}
@@ -235,13 +237,6 @@ def _last_call(complete: Completion) -> list[str]:
         known = f" ({call.reused_tokens} known)" if call.reused_tokens else ""
         parts.append(f"{call.prompt_tokens}{known} + {call.new_tokens[0]} tokens, ended by {call.finish_reasons[0]}")
     return parts
-
-
-def _quiet_transformers() -> None:
-    from transformers.utils import logging  # noqa: PLC0415
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
 
 app.command("compile")(compile_model)
