@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from staticgen.backends import open_backend
 from staticgen.backends.base import ProgramFiles
 from staticgen.backends.ir import convert_step, write_ir
 from staticgen.backends.openvino import OpenVINOBackend
-from staticgen.bundle import new_folder, read_bundle, write_manifest
-from staticgen.certificate import CERTIFICATE, Golden, ask_reference, compare, save_golden
+from staticgen.bundle import library_versions, new_folder, read_bundle, write_manifest
+from staticgen.certificate import CERTIFICATE, Golden, ask_reference, compare, save_golden, stand_in_arguments
 from staticgen.compiled import (
     STEP,
     TOKENIZERS,
@@ -50,9 +49,6 @@ _TEXTS = (
     "Once upon a time there was a small town by the sea, where every morning the fishermen went out before the sun rose and",
     "def",
 )
-_LIBRARIES = ("staticgen", "torch", "transformers", "openvino", "nncf", "safetensors", "tokenizers")
-# Stages, and what part of the whole each takes, roughly; measured with SmolLM2 for a CPU.
-STAGES = {"step": 1.0, "convert": 4.0, "compress": 2.0, "programs": 3.0, "reference": 2.0, "check": 4.0, "files": 1.0}
 
 
 @dataclass
@@ -69,7 +65,7 @@ class _Job:
     cache_sizes: tuple[int, ...]
     weights: str | None
     source: str | None
-    report: Callable[[str], None]
+    report: Callable[[str, str], None]
     step: Step = field(init=False)
 
 
@@ -86,7 +82,7 @@ def compile_bundle(
     cache_sizes: Sequence[int] | None = None,
     weights: str | None = None,
     source: str | None = None,
-    report: Callable[[str], None] = lambda stage: None,
+    report: Callable[[str, str], None] = lambda stage, detail: None,
 ) -> CompiledModel:
     """Compile a model for a target and write everything that it replays there into a new folder.
 
@@ -104,7 +100,7 @@ def compile_bundle(
             programs, ``"none"`` has its own.
         weights: how weights are stored: None as they are, or ``"float16"``.
         source: where the model is from, in words; None for its config's own word.
-        report: called with the name of each stage of :data:`STAGES` as it begins.
+        report: called with the name of each stage as it begins, and what it is about.
 
     Returns:
         the bundle, read back.
@@ -140,24 +136,32 @@ def compile_bundle(
 
 
 def _write(job: _Job, folder: Path) -> None:
-    job.report("step")
+    job.report("step", job.model.config.model_type)
     job.step = step = step_for(job.model, job.profile.form)
     shapes = _shapes(job)
     description = describe_step(step)
-    job.report("convert")
+    job.report("convert", "")
     convert_step(step)
-    job.report("programs")
-    programs = write_ir(step, shapes, folder, compress_to_fp16=job.weights == "float16")
+    programs = write_ir(
+        step,
+        shapes,
+        folder,
+        None,
+        job.weights == "float16",
+        lambda name: job.report("programs", f"{name} of {len(shapes)}"),
+    )
     backend = _backend_here(job)
     if backend is not None:
-        programs = [backend.precompile(step, files) for files in programs]
+        for at, files in enumerate(programs):
+            job.report("programs", f"{files.name} for {backend.description}")
+            programs[at] = backend.precompile(step, files)
     (folder / STEP).write_text(json.dumps(description, indent=1), encoding="utf-8")
     config = _without(job.model.config.to_dict(), ("_name_or_path", "auto_map"))
     (folder / "config.json").write_text(json.dumps(config, indent=1, default=str), encoding="utf-8")
     own = getattr(job.model, "generation_config", None)
     settings = {} if own is None else {key: value for key, value in own.to_dict().items() if value is not None}
     (folder / "generation_config.json").write_text(json.dumps(settings, indent=1, default=str), encoding="utf-8")
-    job.report("reference")
+    job.report("reference", "")
     steps = min(_STEPS, job.max_length - 1)
     golden = ask_reference(job.model, _prompts(job, job.max_length - steps), steps)
     save_golden(golden, folder / CERTIFICATE)
@@ -178,12 +182,12 @@ def _write(job: _Job, folder: Path) -> None:
         "tokenizer": _write_tokenizer(job, folder),
         "programs": [_program_entry(files, folder) for files in programs],
         "certificate": {"reference": f"transformers {version('transformers')}, torch on the CPU", "steps": steps},
-        "versions": _versions(),
+        "versions": library_versions(),
     }
-    job.report("check")
+    job.report("check", "")
     write_manifest(folder, manifest)
     manifest["certificate"] |= _check(folder, golden, backend)
-    job.report("files")
+    job.report("files", "")
     write_manifest(folder, manifest)
 
 
@@ -217,7 +221,7 @@ def _backend_here(job: _Job) -> OpenVINOBackend | None:
 def _check(folder: Path, golden: Sequence[Golden], backend: OpenVINOBackend | None) -> dict[str, Any]:
     """Run the bundle against the reference: on the target, or on what stands for it here."""
     model = CompiledModel(read_bundle(folder))
-    session = Session(model, **({} if backend is not None else stand_in(model)))
+    session = Session(model, **({} if backend is not None else stand_in_arguments(model)))
     results = compare(session, golden, model.step.vocab_size)
     exact = model.step.dtype == torch.float32 and model.bundle.manifest["weights"] == AS_THEY_ARE
     for one in results:
@@ -232,13 +236,6 @@ def _check(folder: Path, golden: Sequence[Golden], backend: OpenVINOBackend | No
         "device": session.backend.made_for,
         "results": [one.to_dict() for one in results],
     }
-
-
-def stand_in(model: CompiledModel) -> dict[str, Any]:
-    """Arguments of a session that runs a bundle on this machine's CPU in place of its own device."""
-    if model.backend == "npu":
-        return {"backend_options": {"NPUW_DEVICES": "CPU"}}
-    return {"device": "CPU"}
 
 
 def _prompts(job: _Job, room: int) -> list[list[int]]:
@@ -314,13 +311,3 @@ def _program_entry(files: ProgramFiles, folder: Path) -> dict[str, Any]:
         "files": {role: place(path) for role, path in files.paths.items()},
         "compiled": [{"file": place(path), "made_for": dict(made_for)} for path, made_for in files.compiled],
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
-    for name in _LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

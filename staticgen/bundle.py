@@ -10,6 +10,7 @@ import glob
 import hashlib
 import json
 import os
+import platform
 import secrets
 import shutil
 import stat
@@ -18,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -28,6 +30,7 @@ FORMAT, VERSION = "staticgen-bundle", 1
 _MOST_MANIFEST_BYTES = 1 << 26
 _PIECE = 1 << 22
 _STALE_SECONDS = 24 * 3600
+_LIBRARIES = ("staticgen", "torch", "transformers", "openvino", "nncf", "safetensors", "tokenizers")
 _REBUILD = "make it anew with `staticgen compile`"
 # Besides hidden files, what may be in the folder without being in the manifest: nothing reads them.
 _FOR_PEOPLE = ("LICENSE", "README.md")
@@ -219,6 +222,15 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 
 def _render(manifest: Mapping[str, Any]) -> bytes:
     return (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode("utf-8", errors="surrogatepass")
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what programs depend on, and the kind of machine."""
+    found = {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
+    for name in _LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 @contextmanager

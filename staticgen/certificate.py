@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 
 from staticgen.bundle import Bundle
+from staticgen.compiled import CompiledModel
 from staticgen.errors import BundleError
 from staticgen.session import Session
 
@@ -104,6 +105,13 @@ def _golden(tensors: Mapping[str, torch.Tensor], index: int) -> Golden:
     if not good or not prompt.numel() or not steps or not (0 <= int(ids.min()) <= int(ids.max()) < width):
         raise ValueError(f"prompt {index} has tensors {dtypes} of sizes {sizes} that do not fit")
     return Golden(prompt, tokens, logits)
+
+
+def stand_in_arguments(model: CompiledModel) -> dict[str, Any]:
+    """Arguments of a session that runs a bundle on this machine's CPU in place of its own device."""
+    if model.backend == "npu":
+        return {"backend_options": {"NPUW_DEVICES": "CPU"}}
+    return {"device": "CPU"}
 
 
 def compare(session: Session, golden: Sequence[Golden], vocab_size: int) -> list[Comparison]:

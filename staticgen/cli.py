@@ -1,4 +1,4 @@
-"""The command line: ``staticgen generate`` and ``staticgen chat``."""
+"""The command line: ``staticgen generate`` and ``staticgen chat``, and the commands of the other modules."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from staticgen.cli_bundles import cache_app, compile_model, inspect, verify
 from staticgen.flags import CONSTRAINT, LAYOUT, MODEL, SESSION, shared_flags
 from staticgen.terminal import bar, console, errors, print_error
 
@@ -241,3 +242,9 @@ def _quiet_transformers() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+app.command("compile")(compile_model)
+app.command()(verify)
+app.command()(inspect)
+app.add_typer(cache_app, name="cache")

@@ -18,7 +18,7 @@ ORDER = [
     "decoding", "constraints", "sampling", "calls", "profiles", "identity", "facts", "attention", "legacy", "step", "backends.base", "bundle", "compile_cache", "compiled", "models", "backends",
     "backends.eager", "backends.ir", "backends.openvino", "backends.npu", "limits", "sources", "programs", "contexts", "prefixes",
     "request", "beams", "many", "progress", "holding", "session", "certificate", "generation", "custom", "text", "detokenize", "completions", "", "flags", "terminal",
-    "compile.ir", "compile.bundles", "compile", "cli",
+    "compile.ir", "compile.bundles", "compile", "inspection", "cli_bundles", "cli",
 ]  # fmt: skip
 
 

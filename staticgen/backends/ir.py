@@ -9,7 +9,7 @@ import hashlib
 import os
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 from xml.etree import ElementTree
@@ -37,6 +37,7 @@ def write_ir(
     folder: Path,
     model: ov.Model | None = None,
     compress_to_fp16: bool = False,
+    report: Callable[[str], None] = lambda name: None,
 ) -> list[ProgramFiles]:
     """Write the step at some sizes into ``programs/NAME.xml``, with one ``weights.bin`` for all of them.
 
@@ -46,12 +47,14 @@ def write_ir(
         folder: of the bundle; it exists.
         model: the step with open sizes, if something was done to its weights; None for :func:`convert_step`.
         compress_to_fp16: store float32 weights as float16; they are computed with in the step's own dtype.
+        report: called with the name of each program before it is written.
     """
     programs = folder / "programs"
     programs.mkdir(exist_ok=True)
     weights = _Weights(folder / "weights.bin")
     written = []
     for name, shape in shapes.items():
+        report(name)
         path = programs / f"{name}.xml"
         static = static_model(step, shape, model)
         folding = Manager()
