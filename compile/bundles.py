@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +20,15 @@ from staticgen.backends.ir import convert_step, write_ir
 from staticgen.backends.openvino import OpenVINOBackend
 from staticgen.bundle import library_versions, new_folder, read_bundle, write_manifest
 from staticgen.certificate import CERTIFICATE, Golden, ask_reference, compare, save_golden, stand_in_arguments
-from staticgen.compiled import STEP, CompiledModel, describe_step
+from staticgen.compiled import (
+    STEP,
+    TOKENIZERS,
+    CompiledModel,
+    config_sha256,
+    describe_cache,
+    describe_step,
+    read_tokenizer,
+)
 from staticgen.contexts import cached_sizes, recomputed_sizes
 from staticgen.errors import BackendUnavailableError, CompileError
 from staticgen.layouts import layout_class, layout_factory
@@ -149,23 +156,19 @@ def _write(job: _Job, folder: Path) -> None:
             job.report("programs", f"{files.name} for {backend.description}")
             programs[at] = backend.precompile(step, files)
     (folder / STEP).write_text(json.dumps(description, indent=1), encoding="utf-8")
-    config = {key: value for key, value in job.model.config.to_dict().items() if key != "auto_map"}
+    config = _without(job.model.config.to_dict(), ("_name_or_path", "auto_map"))
     (folder / "config.json").write_text(json.dumps(config, indent=1, default=str), encoding="utf-8")
     own = getattr(job.model, "generation_config", None)
     settings = {} if own is None else {key: value for key, value in own.to_dict().items() if value is not None}
     (folder / "generation_config.json").write_text(json.dumps(settings, indent=1, default=str), encoding="utf-8")
     job.report("reference", "")
-    golden = ask_reference(job.model, _prompts(job), _STEPS)
+    steps = min(_STEPS, job.max_length - 1)
+    golden = ask_reference(job.model, _prompts(job, job.max_length - steps), steps)
     save_golden(golden, folder / CERTIFICATE)
     manifest: dict[str, Any] = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": _model_entry(job),
-        "target": {
-            "profile": job.profile.name,
-            "backend": job.profile.backend,
-            "device": job.profile.device,
-            "compile_options": job.profile.compile_options,
-        },
+        "target": {"profile": job.profile.name, **job.profile.to_dict()},
         "shapes": {
             "max_length": job.max_length,
             "batch_size": job.batch_size,
@@ -175,10 +178,10 @@ def _write(job: _Job, folder: Path) -> None:
         "layout": job.layout,
         "dtype": str(step.dtype).removeprefix("torch."),
         "weights": job.weights or AS_THEY_ARE,
+        "cache": describe_cache(step.cache_spec, job.batch_size, job.max_length),
         "tokenizer": _write_tokenizer(job, folder),
         "programs": [_program_entry(files, folder) for files in programs],
-        "certificate": {"reference": f"transformers {version('transformers')}, torch on the CPU", "steps": _STEPS},
-        "profile": job.profile.to_dict(),
+        "certificate": {"reference": f"transformers {version('transformers')}, torch on the CPU", "steps": steps},
         "versions": library_versions(),
     }
     job.report("check", "")
@@ -222,18 +225,21 @@ def _check(folder: Path, golden: Sequence[Golden], backend: OpenVINOBackend | No
     results = compare(session, golden, model.step.vocab_size)
     exact = model.step.dtype == torch.float32 and model.bundle.manifest["weights"] == AS_THEY_ARE
     for one in results:
-        if not one.kl <= (_MOST_KL if exact else math.inf):  # NaN as well
+        if not one.kl < (_MOST_KL if exact else math.inf):  # NaN as well
             raise CompileError(
                 f"what was compiled does not compute what the model does: for a prompt of {one.prompt_tokens} tokens the "
                 f"logits differ by up to {one.largest_difference:.3g} and the distributions by {one.kl:.3g} nats on "
                 f"{session.backend.description}; nothing was written"
             )
-    return {"checked_on": session.backend.description, "results": [one.to_dict() for one in results]}
+    return {
+        "checked_on": session.backend.description,
+        "device": session.backend.made_for,
+        "results": [one.to_dict() for one in results],
+    }
 
 
-def _prompts(job: _Job) -> list[list[int]]:
-    """Token ids of a few prompts that the sizes have room for."""
-    room = max(1, job.max_length - _STEPS)
+def _prompts(job: _Job, room: int) -> list[list[int]]:
+    """Token ids of a few prompts, ``room`` at most."""
     if job.tokenizer is not None:
         texts: list[list[int]] = [job.tokenizer(text).input_ids for text in _TEXTS]
     else:  # any ids do, as long as they are the same every time
@@ -244,23 +250,53 @@ def _prompts(job: _Job) -> list[list[int]]:
     return [ids[:room] for ids in texts if ids]
 
 
-def _write_tokenizer(job: _Job, folder: Path) -> str | None:
-    """Write the tokenizer's files; the one of which it can be made again, or "several"."""
+def _write_tokenizer(job: _Job, folder: Path) -> dict[str, Any] | None:
+    """Write the tokenizer's files; their names, and the class of transformers that makes the same tokenizer of them."""
     if job.tokenizer is None:
         return None
+    before = set(folder.iterdir())
     job.tokenizer.save_pretrained(folder)
-    return "tokenizer.json" if job.tokenizer.is_fast and (folder / "tokenizer.json").exists() else "several"
+    for path in folder.glob("*.py"):  # of a tokenizer with code of its own; none is run from a bundle
+        path.unlink()
+    names = sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if before.isdisjoint([path, *path.parents]) and path.is_file()
+    )
+    expected = [job.tokenizer(text).input_ids for text in _TEXTS]
+    # A tokenizer that is one file needs no class of its own, and AutoTokenizer takes seconds to find that out.
+    readers = TOKENIZERS if "tokenizer.json" in names else TOKENIZERS[1:]
+    reasons = []
+    for reader in readers:
+        try:
+            tokenizer = read_tokenizer(reader, folder)
+            if [tokenizer(text).input_ids for text in _TEXTS] == expected:
+                return {"read_by": reader, "files": names}
+            reasons.append(f"{reader} gives other tokens")
+        except Exception as error:  # of tokenizers, which has no class of its own for them
+            reasons.append(f"{reader}: {error}")
+    raise ValueError(
+        f"tokenizer is a {type(job.tokenizer).__name__}, which cannot be made again from its files ({'; '.join(reasons)}); "
+        "give one that transformers can read without code of its own, or None"
+    )
+
+
+def _without(value: Any, names: Sequence[str]) -> Any:
+    """A config without some fields, and its parts without them."""
+    if not isinstance(value, dict):
+        return value
+    return {name: _without(part, names) for name, part in value.items() if name not in names}
 
 
 def _model_entry(job: _Job) -> dict[str, Any]:
-    config = job.model.config
-    fields_of_config = json.dumps(config.to_dict(), sort_keys=True, default=str).encode()
+    config, identity = job.model.config, job.step.identity()
     return {
         "source": job.source or Path(str(config._name_or_path)).name or None,
         "revision": getattr(config, "_commit_hash", None),
         "model_type": config.model_type,
-        "config_sha256": hashlib.sha256(fields_of_config).hexdigest(),
-        "weights_digest": job.step.identity().weights,
+        "config_sha256": config_sha256(identity),
+        "weights_digest": identity.weights,
+        "vocab_size": job.step.vocab_size,
         "parameters": sum(tensor.numel() for tensor in job.model.parameters()),
     }
 

@@ -5,7 +5,7 @@ The cache and the outputs are host memory that OpenVINO reads and writes in plac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from staticgen.cache import KVBuffers, KVCache
 from staticgen.errors import BackendUnavailableError, CompileError, UnknownNameError
 from staticgen.facts import StepFacts
 from staticgen.profiles import load_profile
-from staticgen.shapes import StepShape
+from staticgen.shapes import StepShape, slots_of
 
 try:
     import openvino as ov
@@ -40,6 +40,7 @@ class OpenVINOProgram(Program):
 
     def __init__(self, compiled: ov.CompiledModel, step: StepFacts, shape: StepShape):
         super().__init__(shape)
+        _require_ports(compiled, step, shape)
         self._request = compiled.create_infer_request()
         size = (shape.batch, shape.tokens)
         self._inputs = [torch.zeros(size, dtype=torch.int64, device="cpu") for _ in range(3)]
@@ -206,6 +207,32 @@ def missing_device_message(backend: str, device: str, present: list[str]) -> str
         f"backend {backend!r} wants OpenVINO device {device}, but OpenVINO finds {', '.join(present) or 'none'} here. "
         f"Alternatives: backend='openvino' (the CPU) or backend='auto'.{hint}"
     )
+
+
+def _require_ports(compiled: ov.CompiledModel, step: StepFacts, shape: StepShape) -> None:
+    """Refuse a program that is none of this step and size: its files may have been mixed up."""
+    layers, windows = step.cache_spec.layers, step.cache_spec.windows
+
+    def sizes(counts: Sequence[int], transposed_keys: bool) -> list[list[int]]:
+        pairs = list(zip(layers, counts, strict=True))
+        keys = [[layer.key_dim, count] if transposed_keys else [count, layer.key_dim] for layer, count in pairs]
+        values = [[count, layer.value_dim] for layer, count in pairs]
+        return [
+            [shape.batch, layer.heads, *size]
+            for part in (keys, values)
+            for layer, size in zip(layers, part, strict=True)
+        ]
+
+    slots = [[shape.batch, slots_of(window, shape.cache_length)] for window in windows]
+    past = sizes([layer.slots(shape.cache_length) for layer in layers], step.form.transposed_keys)
+    new = sizes([shape.tokens] * len(layers), False)
+    expected = [[shape.batch, shape.tokens]] * 3 + slots + past, [[shape.batch, step.logits_size]] + new
+    found = tuple([list(port.get_shape()) for port in ports] for ports in (compiled.inputs, compiled.outputs))
+    if found != expected:
+        raise CompileError(
+            f"a program for the step {shape} has inputs and outputs of sizes {found}, expected {expected}; if it is a "
+            "bundle's, make that anew with `staticgen compile`"
+        )
 
 
 def _share(tensor: torch.Tensor) -> Any:
