@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from staticgen import cli_targets
 from staticgen.flags import CONSTRAINT, LAYOUT, MODEL, SESSION, shared_flags
 from staticgen.terminal import bar, console, errors, print_error
 
@@ -36,6 +37,10 @@ def _version(wanted: bool) -> None:
 
         typer.echo(f"staticgen {version('staticgen')}")
         raise typer.Exit
+
+
+app.command()(cli_targets.profiles)
+app.command()(cli_targets.plan)
 
 
 @app.callback()

@@ -17,8 +17,8 @@ ORDER = [
     "errors", "shapes", "spans", "registry", "stats", "layouts", "rotary", "cache", "growth", "prompts", "ready", "prefix_cache",
     "decoding", "constraints", "sampling", "calls", "profiles", "attention", "legacy", "step", "backends.base", "backends",
     "backends.eager", "backends.openvino", "backends.npu", "programs", "contexts", "identity", "prefixes", "limits",
-    "request", "beams", "many", "progress", "holding", "session", "generation", "custom", "text", "detokenize", "completions", "", "flags", "terminal",
-    "compile.ir", "compile", "cli",
+    "request", "beams", "many", "progress", "holding", "session", "generation", "custom", "text", "detokenize", "completions", "outline", "buckets", "measuring", "planning", "", "flags", "terminal",
+    "compile.ir", "compile", "cli_targets", "cli",
 ]  # fmt: skip
 
 
