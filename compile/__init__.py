@@ -1,8 +1,6 @@
-"""Ahead of time, on a machine without the target: the step of a model, written to files for a compiler.
+"""Ahead of time, on a machine without the target: bundles, and the step as files for other compilers."""
 
-So far it writes OpenVINO IR with every dimension fixed, for Intel's NPU compiler or any other tool that reads it.
-"""
-
+from .bundles import STAGES, compile_bundle
 from .ir import export_ir
 
-__all__ = ["export_ir"]
+__all__ = ["STAGES", "compile_bundle", "export_ir"]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from staticgen.buckets import BucketUse, propose_buckets, use_buckets
+from staticgen.contexts import cached_sizes
 from staticgen.layouts import layout_class
 from staticgen.limits import fit_buckets, fit_cache_sizes, needed_lengths, require_count
 from staticgen.measuring import measure_bandwidth, measure_memory, measure_peak
@@ -250,9 +251,10 @@ class _Sizes:
 
     def programs(self, max_length: int, batch: int) -> tuple[ProgramPlan, ...]:
         lengths = self.lengths(max_length)
-        tokens = fit_buckets(None, self._profile.prefill_buckets, max_length)
-        prefill = [self._program("prefill", StepShape(batch, count, lengths[-1])) for count in tokens]
-        return (*prefill, *(self._program("decode", StepShape(batch, 1, length)) for length in lengths))
+        buckets = fit_buckets(None, self._profile.prefill_buckets, max_length)
+        shapes = [StepShape(batch, tokens, length) for tokens, length in cached_sizes(buckets, lengths)]
+        kinds = ["prefill"] * len(buckets) + ["decode"] * len(lengths)
+        return tuple(self._program(kind, shape) for kind, shape in zip(kinds, shapes, strict=True))
 
     def _program(self, kind: str, shape: StepShape) -> ProgramPlan:
         outline, spec = self._outline, self._outline.cache_spec

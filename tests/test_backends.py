@@ -11,7 +11,8 @@ from models import new_tokens, random_prompt, reference
 
 from staticgen import BackendUnavailableError, CompileError, Session, UnknownNameError
 from staticgen.backends import BACKENDS, open_backend
-from staticgen.backends.openvino import OpenVINOBackend, static_model
+from staticgen.backends.ir import static_model
+from staticgen.backends.openvino import OpenVINOBackend
 from staticgen.cache import KVCache
 from staticgen.shapes import StepForm, StepShape
 from staticgen.step import Step
