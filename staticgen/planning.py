@@ -74,7 +74,7 @@ class Plan:
         memory: bytes of the target; None where they are not known.
         fits: whether that is enough; None where it is not known.
         largest_max_length: that fits with this batch size, up to the positions that the model has or was trained
-            on; 0 if none does, None where memory is not known.
+            on, or max_length if that is more; 0 if none does, None where memory is not known.
         largest_batch_size: that fits with this max_length; 0 if none does, None where memory is not known.
         own_buckets: the profile's prefill sizes with the prompts given, or with one prompt of each length that fits.
         proposed_buckets: sizes with less padding for the prompts given; None without any.
@@ -142,24 +142,11 @@ def plan(
         OSError: the model's config or the profile cannot be read.
     """
     target = profile if isinstance(profile, Profile) else load_profile(profile)
-    require_count("batch_size", batch_size, least=1)
-    if max_length is not None:
-        require_count("max_length", max_length, least=2)
-    for name, value in (("max_length", max_length), ("batch_size", batch_size)):
-        most = getattr(target.limits, name)
-        if most is not None and value is not None and value > most:
-            raise ValueError(f"{name} is {value}, but profile {target.name!r} allows {most} at most")
     dtype = target.dtypes[0] if dtype is None else dtype
-    if dtype not in target.dtypes:
-        raise ValueError(f"dtype is {dtype!r}, but profile {target.name!r} has {', '.join(target.dtypes)}")
+    _check_target(target, max_length, batch_size, dtype)
     if weights not in WEIGHTS:
         raise ValueError(f"weights is {weights!r}, expected one of {', '.join(WEIGHTS)}")
-    if layout_class(target.layout).recomputes:
-        raise ValueError(f"profile {target.name!r} has layout {target.layout!r}, which keeps no cache to plan")
-    if buckets is not None:
-        require_count("buckets", buckets, least=1)
-        if prompt_lengths is None:
-            raise ValueError("buckets is given without prompt_lengths, for which they would be proposed")
+    _check_prompts(prompt_lengths, buckets)
     found = load_outline(model, DTYPES[dtype])
     limit = None if found.position_limit is None else found.position_limit + 1  # the last token is never fed
     if max_length is None:
@@ -181,7 +168,8 @@ def plan(
     total = sizes.total(max_length, batch_size)
     largest_length = largest_batch = None
     if memory is not None:
-        longest = min(target.limits.max_length or _MOST_TOKENS, limit or found.trained_length or _MOST_TOKENS)
+        trained = limit or found.trained_length or _MOST_TOKENS
+        longest = max(max_length, min(target.limits.max_length or _MOST_TOKENS, trained))
         rows = target.limits.batch_size or _MOST_ROWS
         largest_length = _largest(2, longest, lambda length: sizes.total(length, batch_size) <= memory)
         largest_batch = _largest(1, rows, lambda batch: sizes.total(max_length, batch) <= memory)
@@ -210,8 +198,34 @@ def plan(
         largest_batch_size=largest_batch,
         own_buckets=use_buckets(prompt_lengths or dict.fromkeys(range(1, max_length), 1), own),
         proposed_buckets=proposed,
-        notes=_notes(found, target, dtype),
+        notes=_notes(found, target, dtype, weights),
     )
+
+
+def _check_target(target: Profile, max_length: int | None, batch_size: int, dtype: str) -> None:
+    require_count("batch_size", batch_size, least=1)
+    if max_length is not None:
+        require_count("max_length", max_length, least=2)
+    for name, value in (("max_length", max_length), ("batch_size", batch_size)):
+        most = getattr(target.limits, name)
+        if most is not None and value is not None and value > most:
+            raise ValueError(f"{name} is {value}, but profile {target.name!r} allows {most} at most")
+    if dtype not in target.dtypes:
+        raise ValueError(f"dtype is {dtype!r}, but profile {target.name!r} has {', '.join(target.dtypes)}")
+    if layout_class(target.layout).recomputes:
+        raise ValueError(f"profile {target.name!r} has layout {target.layout!r}, which keeps no cache to plan")
+
+
+def _check_prompts(prompt_lengths: Mapping[int, int] | None, buckets: int | None) -> None:
+    if buckets is not None:
+        require_count("buckets", buckets, least=1)
+        if prompt_lengths is None:
+            raise ValueError("buckets is given without prompt_lengths, for which they would be proposed")
+    if prompt_lengths is not None and not prompt_lengths:
+        raise ValueError("prompt_lengths is empty, expected how many prompts there are of each length")
+    for length, count in (prompt_lengths or {}).items():
+        require_count("prompt_lengths has a length which", length, least=1)
+        require_count(f"prompt_lengths[{length}]", count, least=1)
 
 
 class _Sizes:
@@ -310,7 +324,7 @@ def _largest(least: int, most: int, fits: Callable[[int], bool]) -> int:
     return least
 
 
-def _notes(outline: Outline, profile: Profile, dtype: str) -> tuple[str, ...]:
+def _notes(outline: Outline, profile: Profile, dtype: str, weights: str) -> tuple[str, ...]:
     """What the figures assume, and which are missing."""
     notes = [
         "times are the roofline's: the best that bandwidth and peak allow",
@@ -325,13 +339,20 @@ def _notes(outline: Outline, profile: Profile, dtype: str) -> tuple[str, ...]:
             f"a token goes through {outline.experts_per_token} of {outline.expert_count} experts, and the tokens of a "
             "step through different ones as far as there are any"
         )
+    if weights != "none":
+        scales = "each output channel of a compressed matrix has a scale of two bytes"
+        notes.append(scales + ("; embeddings and head are int8" if weights == "int4" else ""))
     for name, figure in profile.figures().items():
         if figure.estimate:
             notes.append(f"{name} is an estimate: {figure.source}")
     if profile.memory is None:
-        notes.append(f"profile {profile.name!r} has no memory size, so what fits is not known")
+        notes.append(
+            f"profile {profile.name!r} has no memory size, so what fits is not known unless it is given or measured"
+        )
     if profile.bandwidth is None:
-        notes.append(f"profile {profile.name!r} has no bandwidth, so times cannot be predicted")
+        notes.append(
+            f"profile {profile.name!r} has no bandwidth, so times cannot be predicted unless it is given or measured"
+        )
     elif dtype not in profile.peak:
         notes.append(f"profile {profile.name!r} has no peak for {dtype}, so times count reading only")
     return tuple(notes)

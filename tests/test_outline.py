@@ -3,6 +3,7 @@
 import models
 import pytest
 import torch
+import transformers
 from families import FAMILIES, REFUSED
 from transformers import AutoConfig
 
@@ -13,6 +14,7 @@ from staticgen.step import Step
 
 CASES = [(family, variant) for family in FAMILIES for variant in family.variants]
 REFUSED_CASES = [(family, variant) for family in REFUSED for variant in family.variants]
+OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24)
 
 
 def names(cases):
@@ -40,11 +42,11 @@ def test_it_is_what_a_step_finds_by_running(family, variant):
     model = family.build(variant)
     try:
         step = Step(model, StepForm())
+        outline = outline_of(without_weights(family, variant))
     except UnsupportedModelError as error:
-        if variant in family.recent:
-            pytest.skip(f"this version of transformers: {error}")
+        if OLD and variant in family.recent:
+            pytest.skip(f"transformers {transformers.__version__}: {error}")
         raise
-    outline = outline_of(without_weights(family, variant))
     assert outline.cache_spec == step.cache_spec
     assert (outline.logits_size, outline.position_limit) == (step.logits_size, step.position_limit)
     assert outline.parameters == expected_parameters(model)
@@ -54,6 +56,8 @@ def test_it_is_what_a_step_finds_by_running(family, variant):
 
 @pytest.mark.parametrize(("family", "variant"), REFUSED_CASES, ids=names(REFUSED_CASES))
 def test_what_cannot_be_a_static_step_is_refused(family, variant):
+    if OLD and variant in family.recent:
+        pytest.skip(f"transformers {transformers.__version__} writes it in a way that can run")
     with pytest.raises(UnsupportedModelError, match="model_type '"):
         outline_of(without_weights(family, variant))
 

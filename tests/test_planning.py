@@ -143,6 +143,7 @@ def test_without_a_max_length_it_is_512_as_far_as_model_and_profile_allow(config
 def test_what_fits_ends_where_the_positions_or_the_limits_do(configs):
     assert plan(configs / "gpt2", target(), max_length=8).largest_max_length == 257  # the last token is never fed
     assert plan(configs / "llama", target(), max_length=8).largest_max_length == 256  # trained on so many
+    assert plan(configs / "llama", target(), max_length=300).largest_max_length == 300
     limited = target(limits={"batch_size": 3, "max_length": 100})
     found = plan(configs / "llama", limited, max_length=8)
     assert (found.largest_max_length, found.largest_batch_size) == (100, 3)
@@ -160,6 +161,7 @@ def test_compressed_weights(configs, weights, bits):
             expected += tensor.numel() * of_one // 8 + 2 * tensor.shape[0]
     found = plan(configs / "llama", target(), weights=weights)
     assert found.weights_bytes == expected
+    assert any("a scale of two bytes" in note for note in found.notes)
     assert found.cache_bytes == plan(configs / "llama", target()).cache_bytes
 
 
@@ -226,6 +228,9 @@ def test_other_layouts(configs, layout):
         ({"layout": "none"}, {}, "layout 'none', which keeps no cache"),
         ({}, {"buckets": 2}, "buckets is given without prompt_lengths"),
         ({}, {"buckets": 0, "prompt_lengths": {3: 1}}, "buckets is 0"),
+        ({}, {"prompt_lengths": {}}, "prompt_lengths is empty"),
+        ({}, {"prompt_lengths": {0: 1}}, "a length which is 0, expected a whole number of at least 1"),
+        ({}, {"prompt_lengths": {3: 0.5}}, r"prompt_lengths\[3\] is 0.5, expected a whole number"),
         ({}, {"prompt_lengths": {40: 1}, "max_length": 40}, "prompt of 40 tokens.*max_length=41"),
         ({}, {"max_length": 258}, "model_type 'gpt2' has 256 positions; use max_length=257 or less"),
     ],
