@@ -15,6 +15,7 @@ import typer
 
 from staticgen.cli_bundles import cache_app, compile_model, inspect, verify
 from staticgen.cli_devices import devices
+from staticgen.cli_targets import plan, profiles
 from staticgen.flags import CONSTRAINT, LAYOUT, MODEL, SESSION, shared_flags
 from staticgen.terminal import bar, console, errors, print_error, quiet_transformers
 
@@ -46,9 +47,6 @@ def main(
     ] = False,
 ) -> None:
     """Generate text with static shapes: every step is compiled once and replayed for every token."""
-
-
-app.command()(devices)
 
 
 @app.command()
@@ -239,7 +237,7 @@ def _last_call(complete: Completion) -> list[str]:
     return parts
 
 
+for command in (verify, inspect, plan, profiles, devices):
+    app.command()(command)
 app.command("compile")(compile_model)
-app.command()(verify)
-app.command()(inspect)
 app.add_typer(cache_app, name="cache")

@@ -44,6 +44,24 @@ def default_model_file() -> Path:
     return files[0]
 
 
+def locate_model(source: str | Path | None = None) -> tuple[str, dict[str, str]]:
+    """Where a model is: what transformers' ``from_pretrained`` takes, and its argument for a GGUF file.
+
+    Raises:
+        FileNotFoundError: a path that does not exist.
+    """
+    path = default_model_file() if source is None else Path(source).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise FileNotFoundError(f"model {str(source)!r} is not a file; expected a GGUF file there")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir():
+        return str(path), {}
+    if path.is_absolute() or str(source).startswith((".", "~")):
+        raise FileNotFoundError(f"model {str(source)!r} is neither a folder nor a .gguf file")
+    return str(source), {}
+
+
 def load_text_model(
     source: str | Path | None = None, dtype: torch.dtype | None = None
 ) -> tuple[PreTrainedModel | CompiledModel, PreTrainedTokenizerBase]:
@@ -61,19 +79,9 @@ def load_text_model(
     """
     if source is not None and is_bundle(Path(source).expanduser()):
         return _load_bundle(Path(source).expanduser(), dtype)
-    path = default_model_file() if source is None else Path(source).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise FileNotFoundError(f"model {str(source)!r} is not a file; expected a GGUF file there")
-        place, files = str(path.parent), {"gguf_file": path.name}
-    elif path.is_dir():
-        place, files = str(path), {}
-    else:
-        if path.is_absolute() or str(source).startswith((".", "~")):
-            raise FileNotFoundError(f"model {str(source)!r} is neither a folder nor a .gguf file")
-        place, files = str(source), {}
+    place, files = locate_model(source)
     if files:
-        return _load_gguf(path, dtype or torch.float32)
+        return _load_gguf(Path(place, files["gguf_file"]), dtype or torch.float32)
     return _load(place, dtype or torch.float32)
 
 

