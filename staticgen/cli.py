@@ -223,7 +223,13 @@ def _open(given: Mapping[str, Any], prompts: list[Any], max_length: int) -> tupl
 
 def _opening(complete: Completion, load_seconds: float) -> list[str]:
     stats = complete.session.stats
-    return [f"load {load_seconds:.1f} s", f"compile {stats.compile_seconds:.1f} s ({stats.compiles} programs)"]
+    if stats.compiles or not stats.loads:
+        known = ", converted before" if stats.compile_cache.hits else ""
+        return [
+            f"load {load_seconds:.1f} s",
+            f"compile {stats.compile_seconds:.1f} s ({stats.compiles} programs{known})",
+        ]
+    return [f"load {load_seconds:.1f} s"]
 
 
 def _last_call(complete: Completion) -> list[str]:

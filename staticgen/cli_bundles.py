@@ -136,7 +136,7 @@ def verify(
                 json.dumps({"on": session.backend.description, "results": [one.to_dict() for one in results]}, indent=1)
             )
         else:
-            table = Table("prompt", "tokens compared", "first that differs", "largest difference", "KL (nats)")
+            table = Table("prompt", "tokens compared", "first other token", "largest difference", "KL (nats)")
             for one in results:
                 table.add_row(
                     f"{one.prompt_tokens} tokens", str(one.steps), _divergence(one), f"{one.largest_difference:.3g}",
@@ -154,7 +154,7 @@ def _is_worse(found: Comparison, known: int | None) -> bool:
 
 
 def _divergence(one: Comparison) -> str:
-    return "none" if one.diverges_at is None else f"number {one.diverges_at}: {one.found} instead of {one.expected}"
+    return "none" if one.diverges_at is None else f"{one.diverges_at}: {one.found}, not {one.expected}"
 
 
 def inspect(
