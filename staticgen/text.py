@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
+import safetensors.torch
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -105,7 +106,11 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrai
     if cache is not None:
 
         def write(folder: Path) -> None:
-            model.save_pretrained(folder)
+            # The model's own save_pretrained refuses, since what it was read from was quantised.
+            safetensors.torch.save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+            model.config.save_pretrained(folder)
+            assert model.generation_config is not None
+            model.generation_config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
 
         cache.try_to_store("checkpoint", key, write)
