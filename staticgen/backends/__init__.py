@@ -17,6 +17,7 @@ BACKENDS: Registry[Backend] = Registry(
     "backend",
     {
         "eager": "staticgen.backends.eager:EagerBackend",
+        "inductor": "staticgen.backends.inductor:InductorBackend",
         "openvino": "staticgen.backends.openvino:OpenVINOBackend",
         "npu": "staticgen.backends.npu:NPUBackend",
         "intel_npu": "staticgen.backends.intel_npu:IntelNPUBackend",
