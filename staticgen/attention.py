@@ -137,7 +137,7 @@ class StepCache(Cache):
 
         def make() -> torch.Tensor:
             held = self.key_positions(layer).clamp(min=0)[:, None, None, :].float()
-            slope = torch.tensor(slopes, device="cpu")[None, :, None, None]
+            slope = torch.tensor(slopes, device=held.device)[None, :, None, None]
             return _to_bfloat16(_to_bfloat16(slope) * _to_bfloat16(held)) if coarse else slope * held
 
         return self._once(("alibi", self._group(layer), slopes, coarse), make)
@@ -202,10 +202,27 @@ def static_attention(
 
     past_keys, past_values = _transposed(key.past, step.form.transposed_keys), value.past
     new_keys, new_values = key.new.transpose(2, 3), value.new
-    if step.form.attention == "concat" and past_keys is not None and past_values is not None:
+    if step.form.attention in ("concat", "sdpa") and past_keys is not None and past_values is not None:
         new_keys = torch.cat([past_keys, new_keys], dim=3)
         new_values = torch.cat([past_values, new_values], dim=2)
         past_keys = past_values = None
+    if step.form.attention == "sdpa":
+        if softcap is not None or s_aux is not None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} has a softcap or a sink in its scores, which attention 'sdpa' has not: use 'split'"
+            )
+        mask = step.mask(layer, sliding_window)[..., -tokens:, :].expand(-1, kv_heads, group, -1, -1)
+        if bias is not None:
+            grouped = bias.reshape(bias.shape[0], kv_heads, group, bias.shape[2], -1)
+            mask = torch.where(mask, grouped, MASKED).to(query.dtype)
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query,
+            new_keys.transpose(2, 3),
+            new_values,
+            attn_mask=mask.reshape(batch, kv_heads, group * tokens, -1),
+            scale=1.0,
+        )
+        return output.reshape(batch, heads, tokens, output.shape[3]).transpose(1, 2).contiguous(), None
 
     scores = query @ new_keys
     if past_keys is not None:

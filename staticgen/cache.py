@@ -30,13 +30,22 @@ class KVBuffers:
         length: tokens.
         transposed_keys: keys are [B, K, D, length] instead of [B, K, length, D].
         windowed: a layer with a window has slots for that only, not for ``length`` tokens.
+        device: where they are.
 
     Attributes:
         keys: one view per layer, [B, K, length, D], or [B, K, D, length] with ``transposed_keys``.
         values: one view per layer, [B, K, length, D].
     """
 
-    def __init__(self, spec: CacheSpec, batch: int, length: int, transposed_keys: bool = False, windowed: bool = False):
+    def __init__(
+        self,
+        spec: CacheSpec,
+        batch: int,
+        length: int,
+        transposed_keys: bool = False,
+        windowed: bool = False,
+        device: torch.device | str = "cpu",
+    ):
         self.spec, self.batch, self.length, self.transposed_keys = spec, batch, length, transposed_keys
         self._key_dim = -1 if transposed_keys else -2  # where the tokens of the keys are
         self.keys: list[torch.Tensor] = [torch.empty(0)] * len(spec.layers)
@@ -50,8 +59,8 @@ class KVBuffers:
             slots = size.slots(length) if windowed else length
             shape = (len(members), batch, size.heads)
             key_shape = (size.key_dim, slots) if transposed_keys else (slots, size.key_dim)
-            keys = _zeros((*shape, *key_shape), spec.dtype)
-            values = _zeros((*shape, slots, size.value_dim), spec.dtype)
+            keys = _zeros((*shape, *key_shape), spec.dtype, device)
+            values = _zeros((*shape, slots, size.value_dim), spec.dtype, device)
             self._stacks[size] = (keys, values)
             for row, index in enumerate(members):
                 self.keys[index], self.values[index] = keys[row], values[row]
@@ -60,6 +69,25 @@ class KVBuffers:
     def nbytes(self) -> int:
         """Bytes held by keys and values."""
         return sum(keys.nbytes + values.nbytes for keys, values in self._stacks.values())
+
+    @property
+    def stacks(self) -> list[torch.Tensor]:
+        """The memory of :attr:`keys` and :attr:`values`, [layers, B, K, ...] for layers of one size."""
+        return [tensor for pair in self._stacks.values() for tensor in pair]
+
+    def put_token_(self, new: Sequence[torch.Tensor], slots: Mapping[int | None, torch.Tensor]) -> None:
+        """Store one token of every row: new keys [B, K, 1, D] of the layers, then new values; int64 [1] per window.
+
+        Nothing of it depends on a number that the host would have to know.
+        """
+        count = len(self.keys)
+        for size, (keys, values) in self._stacks.items():
+            members = self._members[size]
+            new_keys = torch.stack([new[index] for index in members])
+            if self.transposed_keys:
+                new_keys = new_keys.transpose(-1, -2)
+            keys.index_copy_(keys.dim() + self._key_dim, slots[size.window], new_keys)
+            values.index_copy_(3, slots[size.window], torch.stack([new[count + index] for index in members]))
 
     def zero_(self) -> None:
         """Set every key and value to zero."""
@@ -98,8 +126,8 @@ class KVBuffers:
     def copy_slots_(self, source: KVBuffers, moves: Mapping[int | None, tuple[Sequence[int], Sequence[int]]]) -> None:
         """Copy tokens of buffers of another length: for each window, from which slots to which."""
         for size, (keys, values) in self._stacks.items():
-            taken, put = (torch.tensor(slots, device="cpu") for slots in moves[size.window])
             old_keys, old_values = source._stacks[size]
+            taken, put = (torch.tensor(slots, device=keys.device) for slots in moves[size.window])
             keys.index_copy_(self._key_dim, put, old_keys.index_select(self._key_dim, taken))
             values.index_copy_(-2, put, old_values.index_select(-2, taken))
 
@@ -110,14 +138,14 @@ class KVBuffers:
             tensor[:, rows] = tensor[:, sources]
 
     def read(self, row: int, slots: Mapping[int | None, torch.Tensor], stop: int) -> KVSpan:
-        """A copy of what stands in these slots of a row, for each window, as the tokens up to position ``stop``."""
+        """A copy, on the CPU, of what stands in these slots of a row, for each window: the tokens up to ``stop``."""
         parts = {}
         for size, (keys, values) in self._stacks.items():
-            chosen = slots[size.window]
+            chosen = slots[size.window].to(keys.device)
             row_keys = keys[:, row].index_select(self._key_dim, chosen)
             if self.transposed_keys:
                 row_keys = row_keys.transpose(-1, -2).contiguous()
-            parts[size] = row_keys, values[:, row].index_select(-2, chosen)
+            parts[size] = row_keys.cpu(), values[:, row].index_select(-2, chosen).cpu()
         return KVSpan(stop, parts)
 
     def put_(self, row: int, column: int, span: KVSpan, count: int) -> None:
@@ -139,7 +167,8 @@ class KVBuffers:
         for size, mine in self._stacks.items():
             for target, given in zip(mine, source._stacks[size], strict=True):
                 part = target.narrow(-2, column, count)
-                part.copy_(torch.where(where, given.narrow(-2, source_column, count), part))
+                late = given.narrow(-2, source_column, count).to(part.device)
+                part.copy_(torch.where(where.to(part.device), late, part))
 
     def rotate_(
         self, rotations: Sequence[Rotation | None], rows: torch.Tensor, first: Mapping[int | None, int], delta: int
@@ -173,12 +202,43 @@ class KVBuffers:
                             keys[layers, row].narrow(self._key_dim, begin, turned.size(self._key_dim)).copy_(turned)
 
 
+class KVMemory:
+    """The tensors of a cache, which a program may be bound to; whose tokens they hold is :class:`KVCache`'s to know.
+
+    Args:
+        spec, batch, length, transposed_keys, device: see :class:`KVBuffers`.
+
+    Attributes:
+        buffers: the keys and values.
+        slot_positions: int64 [B, slots] of every window, -1 where a slot is empty.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        batch: int,
+        length: int,
+        transposed_keys: bool = False,
+        device: torch.device | str = "cpu",
+    ):
+        self.buffers = KVBuffers(spec, batch, length, transposed_keys, windowed=True, device=device)
+        self.slot_positions = [
+            torch.full((batch, slots_of(window, length)), EMPTY, dtype=torch.int64, device=device)
+            for window in spec.windows
+        ]
+
+    def put_(self, new: Sequence[torch.Tensor], positions: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
+        """Store one token of every row: see :meth:`KVBuffers.put_token_`; positions int64 [B, 1]."""
+        for held, slot in zip(self.slot_positions, slots, strict=True):
+            held.index_copy_(1, slot, positions)
+        self.buffers.put_token_(new, dict(zip(self.buffers.spec.windows, slots, strict=True)))
+
+
 class SlotGroup:
     """The slots of all layers that share a window: the positions in them, and the layout that hands them out."""
 
-    def __init__(self, window: int | None, batch: int, layout: Layout):
-        self.window, self.layout = window, layout
-        self.slot_positions = torch.full((batch, layout.length), EMPTY, dtype=torch.int64, device="cpu")
+    def __init__(self, window: int | None, slot_positions: torch.Tensor, layout: Layout):
+        self.window, self.layout, self.slot_positions = window, layout, slot_positions
 
     def note_rows(self, placement: Placement, positions: torch.Tensor) -> None:
         """Enter the positions of what a placement puts into single rows."""
@@ -198,6 +258,7 @@ class KVCache:
         transposed_keys: see :class:`KVBuffers`.
         rotations: how the keys of each layer turn with their position; for a layout with a capacity.
         reach: slots that a layer without a window would have, where there is none and ``length`` is less.
+        memory: what it is made of; None for memory of its own on the CPU.
 
     Attributes:
         groups: one per window, in the order of ``spec.windows``.
@@ -215,19 +276,21 @@ class KVCache:
         transposed_keys: bool = False,
         rotations: Sequence[Rotation | None] | None = None,
         reach: int | None = None,
+        memory: KVMemory | None = None,
     ):
         whole = layout(length if reach is None else reach)
         self.length, self.capacity, self.pinned = length, whole.capacity, whole.pinned
-        self.buffers = KVBuffers(spec, batch, length, transposed_keys, windowed=True)
+        self.memory = KVMemory(spec, batch, length, transposed_keys) if memory is None else memory
+        self.buffers = self.memory.buffers
         self._rotations = rotations
         self.groups: list[SlotGroup] = []
-        for window in spec.windows:
+        for window, slot_positions in zip(spec.windows, self.memory.slot_positions, strict=True):
             slots = slots_of(window, length)
             if window is None or "slide" in whole.overflow or self._sees_the_pinned(window):
                 own = layout(slots)
             else:  # a window's slots are for the newest tokens, whatever the layout keeps elsewhere
                 own = Ring(slots)
-            self.groups.append(SlotGroup(window, batch, own))
+            self.groups.append(SlotGroup(window, slot_positions, own))
 
     def _sees_the_pinned(self, window: int) -> bool:
         """Whether layers of this window see all that the layout keeps; if not, they must see no pinned token."""
@@ -266,8 +329,9 @@ class KVCache:
             held = group.slot_positions
             later = held > self.pinned
             dropped = held == self.pinned
-            held[full[:, None] & dropped] = EMPTY
-            held[full[:, None] & later] -= 1
+            rows = full[:, None].to(held.device)
+            held[rows & dropped] = EMPTY
+            held[rows & later] -= 1
         if self._rotations is not None:
             first = {group.window: group.layout.pinned for group in self.groups}
             self.buffers.rotate_(self._rotations, full, first, delta=-1)
@@ -339,7 +403,7 @@ class KVCache:
         slots = {}
         for group in self.groups:
             first = start if group.window is None else max(0, stop - group.window)
-            held = group.slot_positions[row]
+            held = group.slot_positions[row].cpu()
             wanted = ((held >= first) & (held < stop)).nonzero()[:, 0]
             found, order = held[wanted].sort()
             if not torch.equal(found, torch.arange(first, stop, device="cpu")):
@@ -372,8 +436,10 @@ def _runs(slots: Sequence[int], source: int) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in memory that numpy asked huge pages for: a decode step over 4096 slots was 3 to 9% faster so."""
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """Zeros; on the CPU in memory that numpy asked huge pages for: a decode step over 4096 slots was 3 to 9% faster so."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
     try:
         numbers = np.zeros((*shape, dtype.itemsize), dtype=np.uint8)
     except ValueError as error:  # more than numpy can count

@@ -99,6 +99,7 @@ class Call:
 
     Args:
         sizes: the model's vocabulary, and numbers per row of logits; for a ``token_mask``.
+        counted: see :class:`staticgen.sampling.Sampler`.
 
     Attributes:
         stats: what is told of the call.
@@ -115,6 +116,7 @@ class Call:
         new_tokens: int,
         hooks: Hooks = Hooks(),
         sizes: tuple[int, int] = (0, 0),
+        counted: bool = False,
     ):
         rows = prompts.batch
         processors, self._constraint = list(hooks.logits_processor), None
@@ -139,7 +141,7 @@ class Call:
         self.scores: list[torch.Tensor] | None = [] if settings.output_scores else None
         self.logits: list[torch.Tensor] | None = [] if settings.output_logits else None
         self._rows, self._left, self._hooks = rows, new_tokens, hooks
-        self._sampler = Sampler(settings, prompts.rows, new_tokens, processors)
+        self.settings, self.sampler = settings, Sampler(settings, prompts.rows, new_tokens, processors, counted)
         self._fill = settings.fill_token_id
         self._eos = torch.tensor(settings.eos_token_ids, dtype=torch.int64, device="cpu")
         self._running = torch.ones(rows, dtype=torch.bool, device="cpu")
@@ -169,12 +171,22 @@ class Call:
         logits = logits[: self._rows]
         if self._constraint is not None:  # which asks nothing of rows that have ended
             self._constraint.running = self._running
-        scores = self._sampler.process(logits, self._padded)
-        tokens = torch.where(self._running, self._sampler.choose(scores), self._fill)
+        scores = self.sampler.process(logits, self._padded)
+        tokens = torch.where(self._running, self.sampler.choose(scores), self._fill)
         if self.logits is not None:
             self.logits.append(logits.clone())
         if self.scores is not None:
             self.scores.append(scores.clone())
+        self.accept(tokens, scores)
+        return tokens
+
+    @property
+    def left(self) -> int:
+        """Tokens that each row may still get."""
+        return self._left
+
+    def accept(self, tokens: torch.Tensor, scores: torch.Tensor | None = None) -> None:
+        """Tokens int64 [B] have been chosen; the scores are for a caller's criteria, where there are any."""
         ended = self._running & torch.isin(tokens, self._eos)
         stopped = self._stopped(tokens, scores) & self._running & ~ended
         self._left -= 1
@@ -192,9 +204,8 @@ class Call:
         self.position_ids[: self._rows, 0][~self._running] = EMPTY  # an ended row goes on as padding
         if self.stats.first_token_seconds == 0:
             self.stats.first_token_seconds = time.perf_counter() - self._began
-        return tokens
 
-    def _stopped(self, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def _stopped(self, tokens: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor:
         """bool [B]: rows that a criterion ends."""
         stopped = torch.zeros_like(self._running)
         if self._padded is None:

@@ -10,11 +10,12 @@ import torch
 from torch.nn import functional
 
 from staticgen.cache import KVBuffers, KVCache
+from staticgen.device_loop import BROKEN, LOOK_EVERY, LoopState
 from staticgen.growth import SizedCaches
-from staticgen.layouts import Layout
+from staticgen.layouts import Layout, Ring, Shift
 from staticgen.programs import Programs
 from staticgen.ready import ReadyKeys
-from staticgen.shapes import EMPTY, plan_chunks
+from staticgen.shapes import EMPTY, StepShape, plan_chunks
 from staticgen.spans import KVSpan
 
 
@@ -57,6 +58,11 @@ class Context(ABC):
     def _take_in(self, rows: Sequence[torch.Tensor], window: int | None, ready: ReadyKeys | None) -> torch.Tensor:
         """:meth:`prefill` without copies."""
 
+    @property
+    @abstractmethod
+    def resident(self) -> bool:
+        """Whether the backend can keep the loop on the device, for some layouts at least."""
+
     @abstractmethod
     def clear(self) -> None:
         """Forget everything; rows may be inserted."""
@@ -94,6 +100,9 @@ class CachedContext(Context):
         buckets: tokens of prefill steps, ascending.
         lengths: cache lengths of decode steps, ascending; prefill runs over the last.
         max_length: tokens of a row; more than the last length where all layers have windows.
+
+    Attributes:
+        advances: :meth:`begin` and :meth:`advance` are there.
     """
 
     def __init__(
@@ -105,15 +114,20 @@ class CachedContext(Context):
         max_length: int,
     ):
         step, self._programs, self._buckets = programs.step, programs, buckets
+        backend, batch = programs.backend, programs.batch
+        if backend.resident and type(layout(max_length)) is Shift:
+            layout = Ring  # the same tokens out of other slots, and nothing on the device has to move
         whole = layout(max_length)
         self._capacity = whole.capacity
         rotations = None if self._capacity is None else step.rotations()
 
         def make(length: int) -> KVCache:
             reach = max_length if length == lengths[-1] else length
-            turned = step.form.transposed_keys
-            return KVCache(step.cache_spec, programs.batch, length, layout, turned, rotations, reach)
+            turned, memory = step.form.transposed_keys, backend.memory(step, batch, length)
+            return KVCache(step.cache_spec, batch, length, layout, turned, rotations, reach, memory)
 
+        backend.reserve(step, batch, cached_sizes(buckets, lengths if whole.grows else lengths[-1:]))
+        self.advances = backend.resident and type(whole) is Ring
         self._caches = SizedCaches(lengths if whole.grows else lengths[-1:], make)
         self._window: int | None = None
         self._packed = False
@@ -125,6 +139,10 @@ class CachedContext(Context):
 
     def sizes(self) -> list[tuple[int, int]]:
         return cached_sizes(self._buckets, self._caches.sizes)
+
+    @property
+    def resident(self) -> bool:
+        return self._programs.backend.resident
 
     def clear(self) -> None:
         self._caches.clear()
@@ -182,6 +200,44 @@ class CachedContext(Context):
         self._caches.settle()
         return self._run(token_ids, position_ids)
 
+    @property
+    def loop(self) -> LoopState:
+        """The state of the loop on the device; for :meth:`advance`."""
+        return self._programs.backend.loop_state(self._programs.step, self._programs.batch)
+
+    @property
+    def window(self) -> int | None:
+        """How many positions a token of the present call sees; None for all."""
+        return self._window
+
+    def advance(self, count: int, sampled: bool) -> torch.Tensor:
+        """Run ``count`` decode steps on the device, at most :data:`LOOK_EVERY`, from :attr:`loop` on.
+
+        Returns:
+            int64 [count, B], the tokens chosen after each; a copy on the CPU.
+
+        Raises:
+            ArithmeticError: logits are NaN.
+        """
+        state, self._torn = self.loop, True
+        state.column.zero_()
+        for index in range(count):
+            before = self._caches.current
+            self._caches.settle()
+            if index == 0 or self._caches.current is not before:
+                for slot, group in zip(state.slots, self._caches.current.groups, strict=True):
+                    assert isinstance(group.layout, Ring)
+                    slot.fill_(group.layout.next_slot)
+            self._programs.advance(self._caches.current, sampled)
+            self._caches.skip(1)
+        assert count <= LOOK_EVERY
+        tokens = state.generated.to("cpu", copy=True)[:count]
+        if (tokens == BROKEN).any():
+            self._caches.zero_()
+            raise self._programs.broken(StepShape(self._programs.batch, 1, self._caches.current.length))
+        self._torn = False
+        return tokens
+
     def read(self, row: int, start: int, stop: int) -> KVSpan | None:
         if self._torn or (self._capacity is not None and stop > self._capacity):
             return None
@@ -232,15 +288,23 @@ class RecomputedContext(Context):
 
     def __init__(self, programs: Programs, lengths: Sequence[int]):
         self._programs, self._lengths = programs, lengths
+        step, backend = programs.step, programs.backend
+        backend.reserve(step, programs.batch, recomputed_sizes(lengths))
         # Programs have a cache as input; this one stays empty.
+        memory = backend.memory(step, programs.batch, 1)
         self._nothing = KVCache(
-            programs.step.cache_spec, programs.batch, 1, transposed_keys=programs.step.form.transposed_keys
+            step.cache_spec, programs.batch, 1, transposed_keys=step.form.transposed_keys, memory=memory
         )
+        self._nothing.clear()
         self._rows: list[torch.Tensor] = []
 
     @property
     def nbytes(self) -> int:
         return self._nothing.buffers.nbytes
+
+    @property
+    def resident(self) -> bool:
+        return self._programs.backend.resident
 
     def sizes(self) -> list[tuple[int, int]]:
         return recomputed_sizes(self._lengths)

@@ -27,6 +27,10 @@ class StaleSessionError(RuntimeError):
     """The model changed after a session was compiled from it, so that the session would give the old tokens."""
 
 
+class DoesNotFitError(MemoryError):
+    """A device has not the memory that a session needs; the message says how much that is, and what would fit."""
+
+
 class CompileError(RuntimeError):
     """A compiler refused the step; the message holds its words and the size."""
 

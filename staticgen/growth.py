@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from staticgen.cache import KVBuffers, KVCache
+from staticgen.layouts import Ring
 
 
 class SizedCaches:
@@ -44,6 +45,13 @@ class SizedCaches:
         """Forget every number that was ever stored."""
         for cache in self._caches:
             cache.buffers.zero_()
+
+    def skip(self, count: int) -> None:
+        """So many tokens of every row were written by the device itself, each in the slot after the last."""
+        for group in self.current.groups:
+            assert isinstance(group.layout, Ring)
+            group.layout.skip(count)
+        self.used = min(self.used + count, self.current.length)
 
     def settle(self) -> None:
         """Be at the smallest size with room for another token; the tokens move along."""

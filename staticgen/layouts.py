@@ -141,6 +141,15 @@ class Ring(Layout):
     def newest(self, count: int) -> list[int]:
         return [slot % self.length for slot in range(self._next - count, self._next)]
 
+    @property
+    def next_slot(self) -> int:
+        """The slot that the next token takes."""
+        return self._next
+
+    def skip(self, count: int) -> None:
+        """So many tokens have been placed elsewhere, each in the slot after the last."""
+        self._next = (self._next + count) % self.length
+
 
 class Sink(Layout):
     """The first tokens of every row stay (attention sinks), the others share a ring.

@@ -71,7 +71,10 @@ def run_many(
         if taken:
             for row, index in taken.items():
                 asked = requests[index]
-                running[row] = index, Call(asked.prompts, asked.settings, 1, new_tokens[index], asked.hooks, sizes)
+                running[row] = (
+                    index,
+                    Call(asked.prompts, asked.settings, 1, new_tokens[index], asked.hooks, sizes, context.resident),
+                )
             logits = context.insert({row: requests[index].prompts.rows[0] for row, index in taken.items()})
             for row in taken:
                 choose(row, logits)

@@ -40,6 +40,29 @@ class Programs:
             ArithmeticError: logits are NaN.
         """
         shape = StepShape(self.batch, token_ids.shape[1], cache.length)
+        logits, new = self._program(shape)(token_ids, position_ids, first_positions, cache)
+        self._stats.replays += 1
+        if np.isnan(logits.numpy().max(axis=1)).any():  # in this thread, like the argmax of a Sampler
+            raise self.broken(shape)
+        return logits, new
+
+    def advance(self, cache: KVCache, sampled: bool) -> None:
+        """Make one token of every row on the device; see :meth:`staticgen.backends.base.Program.advance`.
+
+        Raises:
+            RecompileError: there is no program of this size.
+        """
+        self._program(StepShape(self.batch, 1, cache.length)).advance(sampled)
+        self._stats.replays += 1
+
+    def broken(self, shape: StepShape) -> ArithmeticError:
+        """The error for logits that are NaN."""
+        return ArithmeticError(
+            f"the step {shape} gave NaN logits on {self.backend.description}; check that the model's "
+            f"weights are finite, and its range in {self.step.dtype}"
+        )
+
+    def _program(self, shape: StepShape) -> Program:
         if shape not in self._programs:
             sizes = ", ".join(map(str, self._programs))
             raise RecompileError(
@@ -48,11 +71,4 @@ class Programs:
         program = self._programs[shape]
         if isinstance(program, Future):  # it is being read from a file
             program = self._programs[shape] = program.result()
-        logits, new = program(token_ids, position_ids, first_positions, cache)
-        self._stats.replays += 1
-        if np.isnan(logits.numpy().max(axis=1)).any():  # in this thread, like the argmax of a Sampler
-            raise ArithmeticError(
-                f"the step {shape} gave NaN logits on {self.backend.description}; check that the model's "
-                f"weights are finite, and its range in {self.step.dtype}"
-            )
-        return logits, new
+        return program

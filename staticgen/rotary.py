@@ -35,7 +35,7 @@ class Rotation:
         else:
             first, second = features[..., :half], features[..., half : 2 * half]
         angles = self.frequencies * delta
-        cos, sin = angles.cos().to(keys.dtype), angles.sin().to(keys.dtype)
+        cos, sin = angles.cos().to(keys), angles.sin().to(keys)
         lifted = first * sin
         first.mul_(cos).sub_(second * sin)
         second.mul_(cos).add_(lifted)

@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from staticgen.decoding import Decoding
+from staticgen.device_loop import draw, signed, uniform
 
 
 class GeneratedPenalty(LogitsProcessor):
@@ -121,6 +122,11 @@ class Sampler:
         new_tokens: how many each row may get.
         processors: a caller's own, called once for all rows with the padded history, between the rows' chains and
             the warpers. One of a kind that a setting asks for too takes its place, as in transformers.
+        counted: draw by random numbers that follow from a seed and a count alone, as the loop on a device does; a call
+            without a seed takes one from torch's global generator.
+
+    Attributes:
+        seed, drawn: of counted random numbers, and how many each row has had.
     """
 
     def __init__(
@@ -129,6 +135,7 @@ class Sampler:
         rows: Sequence[torch.Tensor],
         new_tokens: int,
         processors: Sequence[LogitsProcessor] = (),
+        counted: bool = False,
     ):
         self._do_sample = decoding.do_sample
         self._custom, given = processors, {type(processor) for processor in processors}
@@ -138,6 +145,10 @@ class Sampler:
         ]
         self._warpers = LogitsProcessorList(p for p in warpers(decoding) if type(p) not in given)
         self._histories = [row[None] for row in rows] if self._chains[0] else None
+        self.seed, self.drawn, self._counted = 0, 0, counted
+        if counted and decoding.do_sample:
+            drawn = decoding.seed is None
+            self.seed = int(torch.randint(2**62, (1,), device="cpu")) if drawn else int(decoding.seed or 0)
         self._generator = None if decoding.seed is None else torch.Generator("cpu").manual_seed(int(decoding.seed))
 
     def process(self, logits: torch.Tensor, padded: torch.Tensor | None) -> torch.Tensor:
@@ -163,7 +174,11 @@ class Sampler:
 
     def choose(self, scores: torch.Tensor) -> torch.Tensor:
         """Next tokens, int64 [B], from the scores [B, V]."""
-        if self._do_sample:
+        if self._do_sample and self._counted:
+            seed, drawn = (torch.tensor([number], device="cpu") for number in (signed(self.seed), self.drawn))
+            tokens = draw(scores, uniform(seed, drawn, len(scores)))
+            self.drawn += 1
+        elif self._do_sample:
             tokens = torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=self._generator)[:, 0]
         else:
             # numpy's, which stays in this thread: torch would start its own beside those of the backend, and

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,9 +10,9 @@ from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from staticgen.backends import Backend
-from staticgen.calls import Call
+from staticgen.calls import Call, Hooks
 from staticgen.contexts import CachedContext, Context, RecomputedContext
-from staticgen.errors import StaleSessionError
+from staticgen.errors import DoesNotFitError, StaleSessionError
 from staticgen.holding import Hold, Lock
 from staticgen.layouts import layout_class, layout_factory
 from staticgen.limits import (
@@ -25,6 +24,7 @@ from staticgen.limits import (
     require_count,
     require_positions,
 )
+from staticgen.loops import loop_of, run_for
 from staticgen.many import require_plain, run_many
 from staticgen.models import read_model
 from staticgen.prefix_cache import PrefixCache, Recorder
@@ -139,6 +139,10 @@ class Session:
             self._set_layout(name, parameters, asked if asked in cls.overflow else None)
 
     def _set_layout(self, name: str, options: Mapping[str, Any], overflow: str | None) -> None:
+        with self.backend.scope():
+            self._make_layout(name, options, overflow)
+
+    def _make_layout(self, name: str, options: Mapping[str, Any], overflow: str | None) -> None:
         cls = layout_class(name)
         policy = read_overflow(overflow, name, cls)
         if self._prefix_cache is not None:
@@ -166,6 +170,8 @@ class Session:
     def _allocate(self, make: Callable[[], Context]) -> Context:
         try:
             return make()
+        except DoesNotFitError:
+            raise
         except (RuntimeError, MemoryError) as error:
             spec = self._step.cache_spec
             gigabytes = sum(spec.nbytes(self.batch_size, size) for size in self.cache_sizes) / 1e9
@@ -205,7 +211,7 @@ class Session:
             raise ValueError("prefix takes either ids or keys_values")
         if keys_values is not None:
             return prefix_of_keys_values(keys_values, self._step)
-        with Hold(self._lock):
+        with Hold(self._lock), self.backend.scope():
             require_prefix_layout(self.layout, layout_class(self.layout), "a prefix")
             return prefix_of_tokens(ids, self._step, self._context, self._most_kept)
 
@@ -323,7 +329,7 @@ class Session:
                 finish_reasons=[""] * total,
             )
             self.stats.last = stats
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), self.backend.scope():
                 return run_many(self._context, requests, counts, self.batch_size, self._sizes, stats, report)
 
     def _read(
@@ -390,7 +396,8 @@ class Session:
         past = request.past_key_values
         ready = None if past is None else self._read_past(past, prompts)
         repeated = prompts.repeated(copies)
-        call = Call(repeated, settings, self.batch_size, new_tokens, request.hooks, self._sizes)
+        resident = self.backend.resident
+        call = Call(repeated, settings, self.batch_size, new_tokens, request.hooks, self._sizes, resident)
         call.position_ids[: repeated.batch] += prompts.before
         window = self.max_length if policy == "slide" else None
 
@@ -402,7 +409,7 @@ class Session:
             call.stats.reused_tokens = 0 if found is None else sum(found.counts)
             return self._context.prefill(prompts.rows, window, found, copies)
 
-        return call, self._tokens(call, prefill)
+        return call, self._tokens(call, request.hooks, prefill)
 
     @property
     def _sizes(self) -> tuple[int, int]:
@@ -434,7 +441,7 @@ class Session:
         policy, new_tokens = self._plan(request)
         if policy in ENDLESS:
             raise ValueError(f"num_beams above 1 does not go with overflow={policy!r}; use 'error' or 'stop'")
-        with Hold(self._lock):
+        with Hold(self._lock), self.backend.scope():
             self.stats.last = CallStats(prompt_tokens=sum(map(len, request.prompts.rows)))
             return search_all(self._context, self._step, self.batch_size, request, new_tokens)
 
@@ -451,23 +458,27 @@ class Session:
             )
         return ready
 
-    def _tokens(self, call: Call, prefill: Callable[[], torch.Tensor]) -> Generator[torch.Tensor, None, None]:
+    def _tokens(
+        self, call: Call, hooks: Hooks, prefill: Callable[[], torch.Tensor]
+    ) -> Generator[torch.Tensor, None, None]:
         """The loop: prefill, then choose a token, hand it out, run one step; until all rows have ended."""
         with Hold(self._lock) as hold:
             self.stats.last = call.stats
             call.begin()
-            logits = _outside_inference_mode(prefill)
+            logits = run_for(self.backend, prefill)
+            loop = loop_of(call, hooks, self.backend, self._context, self.layout, self._recorder)
             try:
                 self._keep()
+                tokens = run_for(self.backend, lambda: call.choose(logits))
                 while True:
-                    tokens = _outside_inference_mode(lambda: call.choose(logits))  # noqa: B023
                     call.hand_to_streamer(tokens)
                     yield tokens
                     hold.resume()
                     if call.finished:
                         break
-                    logits = _outside_inference_mode(lambda: self._decode(call))
+                    tokens = run_for(self.backend, loop.next)
             finally:
+                loop.end()
                 self._keep()
             call.end_streamer()
 
@@ -475,21 +486,5 @@ class Session:
     def _keep(self) -> None:
         """What has run goes to the prefix cache."""
         if self._recorder is not None:
-            self._recorder.keep(self._context.read)
-
-    def _decode(self, call: Call) -> torch.Tensor:
-        start = time.perf_counter()
-        logits = self._context.decode(call.token_ids, call.position_ids)
-        if self._recorder is not None:
-            self._recorder.feed(call.token_ids, call.position_ids)
-        call.advance(time.perf_counter() - start)
-        return logits
-
-
-@torch.inference_mode(False)
-def _outside_inference_mode(work: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The caller may be in inference mode while a stream is begun and not while it goes on, or the other way round.
-
-    Tensors made in that mode cannot be written outside it, so that none of ours is made in it.
-    """
-    return work()
+            with self.backend.scope():
+                self._recorder.keep(self._context.read)

@@ -33,12 +33,13 @@ class StepForm:
 
     Attributes:
         attention: ``"split"`` multiplies the query with past and new keys apart and never joins the
-            caches; ``"concat"`` joins past and new first, the form NPU compilers recognise.
+            caches; ``"concat"`` joins past and new first, the form NPU compilers recognise; ``"sdpa"`` joins them for
+            torch's ``scaled_dot_product_attention``, which holds no scores but has neither a softcap nor sinks.
         transposed_keys: keys are cached as [B, K, D, L] instead of [B, K, L, D], which saves a
             transposition of the whole cache in every step.
     """
 
-    attention: Literal["split", "concat"] = "split"
+    attention: Literal["split", "concat", "sdpa"] = "split"
     transposed_keys: bool = False
 
 

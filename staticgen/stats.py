@@ -18,6 +18,9 @@ class CallStats:
         steps: decode steps that ran; the first token comes out of prefill.
         first_token_seconds: from the call to its first token.
         decode_seconds: for all tokens after the first, as far as they were asked for.
+        loop: where the tokens after the first were chosen: ``"device"`` in :mod:`staticgen.device_loop`, or ``"host"``.
+        loop_reason: why on the host.
+        surplus_steps: decode steps on the device whose tokens nobody wanted: all rows had ended, or the call was closed.
     """
 
     prompt_tokens: int = 0
@@ -27,6 +30,9 @@ class CallStats:
     steps: int = 0
     first_token_seconds: float = 0.0
     decode_seconds: float = 0.0
+    loop: str = "host"
+    loop_reason: str = ""
+    surplus_steps: int = 0
 
     @property
     def seconds_per_token(self) -> float:

@@ -1,6 +1,5 @@
 """Backend ``inductor``: one graph per size, the tokens of transformers, and no compilation after warm-up."""
 
-import models
 import pytest
 import torch
 from families import FAMILIES

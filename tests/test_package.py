@@ -14,9 +14,9 @@ import staticgen
 ROOT = Path(__file__).parent.parent
 # Each module may import those before it, never one after it.
 ORDER = [
-    "errors", "machine", "devices", "shapes", "spans", "registry", "stats", "layouts", "rotary", "cache", "growth", "prompts", "ready", "prefix_cache",
+    "errors", "graphs", "machine", "devices", "shapes", "spans", "registry", "stats", "layouts", "rotary", "cache", "device_loop", "growth", "prompts", "ready", "prefix_cache",
     "decoding", "constraints", "sampling", "calls", "profiles", "identity", "facts", "attention", "legacy", "step", "backends.base", "bundle", "compile_cache", "compiled", "models", "backends",
-    "backends.eager", "backends.inductor", "backends.intel_npu", "backends.ir", "backends.openvino", "backends.npu", "limits", "sources", "programs", "contexts", "prefixes",
+    "backends.eager", "backends.inductor", "backends.cuda", "backends.intel_npu", "backends.ir", "backends.openvino", "backends.npu", "limits", "sources", "programs", "contexts", "loops", "prefixes",
     "request", "beams", "many", "progress", "holding", "session", "certificate", "generation", "custom", "text", "detokenize", "completions", "outline", "buckets", "measuring", "planning", "", "flags", "terminal",
     "cli_devices", "cli_targets", "compile.ir", "compile.bundles", "compile", "inspection", "cli_bundles", "cli",
 ]  # fmt: skip

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from staticgen.cache import KVBuffers, KVCache
+from staticgen.cache import KVBuffers, KVCache, KVMemory
+from staticgen.device_loop import LoopState
 from staticgen.errors import BackendUnavailableError
 from staticgen.facts import StepFacts
 from staticgen.shapes import StepForm, StepShape
@@ -82,6 +84,13 @@ class Program(ABC):
     @abstractmethod
     def _run(self, inputs: tuple[torch.Tensor, ...], cache: KVCache) -> tuple[torch.Tensor, KVBuffers]: ...
 
+    def advance(self, sampled: bool) -> None:
+        """Make one token of every row where the cache is: :func:`staticgen.device_loop.advance`.
+
+        For programs of one token, of a backend that is ``resident``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no loop of its own")
+
 
 class Backend(ABC):
     """One kind of target, opened on one device.
@@ -97,11 +106,14 @@ class Backend(ABC):
         cache_sizes: cache lengths at which decode is compiled besides the session's own, ascending.
         emulated: the device named is stood in for by another one.
         keeps_blobs: what its compiler makes is worth keeping, by :meth:`compile_converted`.
+        resident: the cache and the decode loop can stay on the device: :meth:`memory` and :meth:`loop_state` are there,
+            and its programs of one token can :meth:`Program.advance`.
     """
 
     name: ClassVar[str]
     emulated: bool = False
     keeps_blobs: bool = False
+    resident: bool = False
 
     def __init__(self, device: str | None = None, options: Mapping[str, str] | None = None):
         self.device = device or "cpu"
@@ -117,6 +129,26 @@ class Backend(ABC):
     @abstractmethod
     def compile(self, step: Step, shape: StepShape) -> Program:
         """Compile ``step`` for one size; may take seconds to minutes."""
+
+    def reserve(self, step: StepFacts, batch: int, sizes: Sequence[tuple[int, int]]) -> None:
+        """Be told, before anything is allocated, which programs (tokens, cache length) a session is going to have.
+
+        Raises:
+            DoesNotFitError: the device has not the memory for it; the message says what would fit.
+        """
+        return None
+
+    def memory(self, step: StepFacts, batch: int, length: int) -> KVMemory | None:
+        """The memory of a cache that programs of this size are bound to; None where they take any cache on the CPU."""
+        return None
+
+    def loop_state(self, step: StepFacts, batch: int) -> LoopState:
+        """The state that programs of this batch :meth:`Program.advance`."""
+        raise NotImplementedError(f"backend {self.name!r} has no loop of its own")
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Inside, what a session does is done for this device, and in order."""
+        return nullcontext()
 
     @property
     def made_for(self) -> dict[str, Any]:

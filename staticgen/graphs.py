@@ -1,0 +1,190 @@
+"""Work on fixed buffers, recorded once and replayed: CUDA graphs, and on the CPU what stands for them in tests."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+_WARM_UPS = 2
+
+
+class Graph(ABC):
+    """Recorded work. What it reads and writes are the tensors that it was recorded with.
+
+    Args:
+        inputs: tensors that every replay is given.
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor]):
+        self._inputs = inputs
+
+    def replay(self, *given: torch.Tensor) -> None:
+        """Copy ``given``, from any device, to the inputs, and run."""
+        for own, tensor in zip(self._inputs, given, strict=True):
+            own.copy_(tensor)
+        self._run()
+
+    @abstractmethod
+    def _run(self) -> None: ...
+
+
+class Graphs(ABC):
+    """Records graphs for one device. They share their memory for what is in between, and never run at once.
+
+    Attributes:
+        device: where all tensors of the work are.
+    """
+
+    device: torch.device
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Inside, work is for this device, and in order."""
+        yield
+
+    def record(
+        self,
+        work: Callable[[], None],
+        inputs: Sequence[torch.Tensor] = (),
+        outputs: Sequence[torch.Tensor] = (),
+    ) -> Graph:
+        """Warm ``work`` up and record it.
+
+        Args:
+            work: returns nothing; writes its results to buffers that were there before. It asks no tensor for its
+                numbers, and makes none from numbers of the host. It runs a few times here.
+            inputs: buffers that it reads and every replay is given; nothing else holds them.
+            outputs: buffers that every replay writes in full. What is to outlive the next replay is copied.
+        """
+        with self.scope(), torch.no_grad():
+            for _ in range(_WARM_UPS):
+                work()
+            return self._record(work, inputs, outputs)
+
+    @abstractmethod
+    def _record(
+        self, work: Callable[[], None], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> Graph: ...
+
+    @abstractmethod
+    def free_bytes(self) -> int | None:
+        """Memory of the device that is free; None where nothing is known of it."""
+
+    def prepare_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A new buffer whose numbers nobody may see before they are written."""
+        return tensor
+
+
+class NullGraphs(Graphs):
+    """Records and replays on the CPU, operation by operation, and is stricter than a GPU, so that errors show here.
+
+    Numbers of Python are those of the recording, as in a CUDA graph. Before a replay its outputs are spoilt, and
+    afterwards its inputs; new buffers are full of large numbers. What a capture on a GPU would refuse, or take in as
+    a copy from the host, raises a RuntimeError.
+
+    Args:
+        free: what :meth:`free_bytes` says.
+    """
+
+    def __init__(self, free: int | None = None):
+        self.device, self._free = torch.device("cpu"), free
+
+    def _record(
+        self, work: Callable[[], None], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> Graph:
+        with _Recorder() as recorder:
+            if work() is not None:  # type: ignore[func-returns-value]
+                raise RuntimeError(
+                    "work that is recorded must return nothing: what it returns, the next replay overwrites"
+                )
+        spoil(inputs)
+        spoil(outputs)
+        return _NullGraph(recorder.calls, inputs, outputs)
+
+    def free_bytes(self) -> int | None:
+        return self._free
+
+    def prepare_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.fill_(1e4)
+
+
+def spoil(tensors: Sequence[torch.Tensor]) -> None:
+    """Overwrite with what no model gives: NaN, and numbers that are no token, position or slot."""
+    for tensor in tensors:
+        tensor.fill_(torch.nan if tensor.is_floating_point() else True if tensor.dtype == torch.bool else -(2**62))
+
+
+class _NullGraph(Graph):
+    def __init__(self, calls: Sequence[_Call], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]):
+        super().__init__(inputs)
+        self._calls, self._outputs = calls, outputs
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        spoil(self._outputs)
+        made: list[list[Any]] = []
+
+        def value(part: Any) -> Any:
+            if isinstance(part, _Made):
+                return made[part.call][part.place]
+            return [value(each) for each in part] if isinstance(part, list) else part
+
+        for call in self._calls:
+            args, kwargs = call.arguments
+            result = call.function(*map(value, args), **{name: value(part) for name, part in kwargs.items()})
+            made.append(list(result) if isinstance(result, tuple | list) else [result])
+        spoil(self._inputs)
+
+
+class _Made:
+    """The result of an earlier operation."""
+
+    def __init__(self, call: int, place: int):
+        self.call, self.place = call, place
+
+
+class _Call:
+    """An operation and its arguments, of which some are results of earlier ones."""
+
+    def __init__(self, function: Any, arguments: Any):
+        self.function, self.arguments = function, arguments
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs operations and keeps which they were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+        self._made: dict[int, _Made] = {}
+        self._alive: list[Any] = []  # so that no id is used twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _READ_BY_THE_HOST:
+            raise RuntimeError(f"{name}: the host cannot ask for numbers while work is recorded")
+        if name == "lift_fresh":
+            raise RuntimeError("a tensor is made from numbers of the host while work is recorded; make it before")
+        if name == "index" and any(part is not None and part.dtype == torch.bool for part in args[1]):
+            raise RuntimeError("index: a mask chooses a number of elements that is not known while work is recorded")
+        leaves, form = tree_flatten((args, kwargs or {}))
+        kept = [self._made.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        result = func(*args, **(kwargs or {}))
+        results = tree_flatten(result)[0]
+        self.calls.append(_Call(func, tree_unflatten(kept, form)))
+        self._alive.append(results)
+        for place, tensor in enumerate(results):
+            if isinstance(tensor, torch.Tensor):
+                self._made[id(tensor)] = _Made(len(self.calls) - 1, place)
+        return result
+
+
+_READ_BY_THE_HOST = {
+    "_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select", "unique_dim", "_unique2", "bincount",
+}  # fmt: skip

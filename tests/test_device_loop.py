@@ -1,0 +1,217 @@
+"""The loop on a device: its sampling against transformers' own, its random numbers, and when a call uses it."""
+
+import models
+import pytest
+import torch
+from models import new_tokens, random_prompt, reference
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from staticgen import Session
+from staticgen.device_loop import LOOK_EVERY, MOST_EOS, draw, restrict, uniform
+
+NULL = {"backend": "cuda", "device": "null", "prefill_buckets": [8], "max_length": 48}
+
+
+@pytest.fixture(scope="module")
+def session(tiny_llama):
+    return Session(tiny_llama, batch_size=3, **NULL)
+
+
+SETTINGS = [
+    {},
+    {"temperature": 0.3},
+    {"top_k": 5},
+    {"top_p": 0.4},
+    {"top_p": 0.0},
+    {"min_p": 0.2},
+    {"temperature": 1.7, "top_k": 40, "top_p": 0.9, "min_p": 0.05},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_what_may_be_drawn_is_what_transformers_leaves(settings):
+    """Its warpers are the reference: the same tokens stay, with the same scores, ties of the k-th one included."""
+    generator = torch.Generator().manual_seed(0)
+    plain = 3 * torch.randn(4, 97, generator=generator)
+    tied = plain.mul(4).round().div(4)
+    chain = LogitsProcessorList([TemperatureLogitsWarper(settings.get("temperature", 1.0))])
+    if "top_k" in settings:
+        chain.append(TopKLogitsWarper(settings["top_k"]))
+    if "top_p" in settings:
+        chain.append(TopPLogitsWarper(settings["top_p"]))
+    if "min_p" in settings:
+        chain.append(MinPLogitsWarper(settings["min_p"]))
+    given = {"temperature": 1.0, "top_k": 2**62, "top_p": 1.0, "min_p": 0.0, **settings}
+    kinds = {"temperature": torch.float32, "top_k": torch.int64, "top_p": torch.float32, "min_p": torch.float32}
+    tensors = [torch.tensor([given[name]], dtype=kind) for name, kind in kinds.items()]
+    ordered, order = restrict(plain, *tensors)
+    assert torch.equal(torch.empty_like(plain).scatter(1, order, ordered), chain(None, plain.clone()))
+    # Which of several equals top-p drops is not said; how many is.
+    assert torch.equal(restrict(tied, *tensors)[0], chain(None, tied.clone()).sort(dim=-1).values)
+
+
+def test_random_numbers_are_uniform_and_follow_from_seed_and_count():
+    seed = torch.tensor([7])
+    numbers = torch.stack([uniform(seed, torch.tensor([count]), 50) for count in range(400)])
+    assert numbers.dtype == torch.float64 and bool(((numbers >= 0) & (numbers < 1)).all())
+    assert len(numbers.unique()) == numbers.numel()
+    counts = torch.histc(numbers.float(), 20, 0, 1)
+    assert float(((counts - 1000) ** 2 / 1000).sum()) < 45  # chi squared, 19 degrees of freedom: 1 in 1000
+    pairs = torch.corrcoef(torch.stack([numbers[:-1].flatten(), numbers[1:].flatten()]))
+    across = torch.corrcoef(torch.stack([numbers[:, :-1].flatten(), numbers[:, 1:].flatten()]))
+    assert abs(pairs[0, 1]) < 0.03 and abs(across[0, 1]) < 0.03
+    assert torch.equal(uniform(seed, torch.tensor([3]), 2), numbers[3, :2])
+    assert not torch.equal(uniform(torch.tensor([8]), torch.tensor([3]), 2), numbers[3, :2])
+
+
+def test_a_number_chooses_by_the_distribution():
+    scores = torch.tensor([[0.1, 0.0, 0.5, 0.4]]).log()
+    shares = [0, 0, 0, 0]
+    for number in torch.arange(0.0005, 1, 0.001, dtype=torch.float64):
+        shares[int(draw(scores, number[None]))] += 1
+    assert shares == pytest.approx([100, 0, 500, 400], abs=1)
+    for edge in (0.0, 1 - 2.0**-53):
+        assert int(draw(scores, torch.tensor([edge], dtype=torch.float64))) != 1
+
+
+def test_sampling_on_the_device_is_sampling_on_the_host(tiny_llama, session):
+    """The same seed gives the same tokens in both loops; a processor of one's own asks for the host's."""
+    prompts = [random_prompt(length) for length in (3, 9, 12)]
+    settings = {"do_sample": True, "max_new_tokens": 12, "temperature": 1.3, "top_k": 30, "top_p": 0.95, "min_p": 0.01}
+    found = session.generate(prompts, seed=5, **settings)
+    assert session.stats.last.loop == "device"
+    same = session.generate(prompts, seed=5, logits_processor=[lambda ids, scores: scores], **settings)
+    assert session.stats.last.loop == "host"
+    assert found.tolist() == same.tolist()
+    assert session.generate(prompts, seed=5, **settings).tolist() == found.tolist()
+    assert session.generate(prompts, seed=6, **settings).tolist() != found.tolist()
+    torch.manual_seed(3)
+    first = session.generate(prompts, **settings)
+    torch.manual_seed(3)
+    assert session.generate(prompts, **settings).tolist() == first.tolist()
+    assert session.generate(prompts, **settings).tolist() != first.tolist()
+    alone = session.generate(prompts[0], seed=5, **settings)
+    (many,) = session.generate_many([prompts[0]], seed=5, **settings)
+    assert many.tolist() == alone[0].tolist()
+    assert session.stats.compiles == 2
+
+
+def test_several_samples_of_one_prompt_differ(session):
+    prompt = random_prompt(5)
+    output = session.generate(prompt, do_sample=True, num_return_sequences=3, max_new_tokens=20, seed=1)
+    assert session.stats.last.loop == "device"
+    assert len(set(map(tuple, output.tolist()))) == 3
+
+
+@pytest.mark.parametrize("new", [1, 2, LOOK_EVERY, LOOK_EVERY + 1, LOOK_EVERY + 2, 25])
+def test_any_number_of_tokens(tiny_llama, session, new):
+    prompt = random_prompt(6)
+    assert new_tokens(session.generate(prompt, max_new_tokens=new), 6) == [reference(tiny_llama, prompt, new)]
+    call = session.stats.last
+    assert (call.loop, call.steps, call.surplus_steps, call.new_tokens) == ("device", new - 1, 0, [new])
+
+
+def test_rows_end_at_their_eos_and_what_is_made_after_is_dropped(tiny_llama, session):
+    prompts = [random_prompt(length, seed=3) for length in (3, 9, 16)]
+    free = [reference(tiny_llama, prompt, 24) for prompt in prompts]
+    ids, mask = models.left_padded(prompts)
+    for eos in ([free[0][4], free[1][6]], [free[0][0], free[1][3], free[2][9]], [row[0] for row in free]):
+        arguments = {"eos_token_id": eos, "max_new_tokens": 24, "do_sample": False}
+        expected = tiny_llama.generate(ids, attention_mask=mask, **arguments)
+        output = session.generate(ids, mask, **arguments)
+        assert output.tolist() == expected.tolist()
+        call, width = session.stats.last, output.shape[1] - 16
+        assert call.loop == "device"
+        assert call.steps == width - 1
+        assert call.steps + call.surplus_steps <= -(-(width - 1) // LOOK_EVERY) * LOOK_EVERY
+
+
+def test_a_stream_yields_every_token_and_can_be_closed(tiny_llama, session):
+    prompts = [random_prompt(5), random_prompt(8)]
+    expected = [reference(tiny_llama, prompt, 20) for prompt in prompts]
+    replays = session.stats.replays
+    stream = session.stream(prompts, max_new_tokens=20)
+    seen = [next(stream)]
+    assert session.stats.replays == replays + 1  # prefill only: the first token waits for no other
+    kept = [token.clone() for token in seen]
+    seen += list(stream)
+    assert torch.stack(seen, 1).tolist() == expected
+    assert torch.equal(kept[0], seen[0])
+    stream = session.stream(prompts, max_new_tokens=20)
+    begun = [next(stream) for _ in range(4)]
+    stream.close()
+    assert torch.stack(begun, 1).tolist() == [row[:4] for row in expected]
+    call = session.stats.last
+    assert (call.new_tokens, call.finish_reasons, call.steps) == ([4, 4], ["", ""], 3)
+    assert call.surplus_steps == LOOK_EVERY - 3
+    assert new_tokens(session.generate(prompts[0], max_new_tokens=20), 5) == expected[:1]
+
+
+HOST = [
+    ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor"),
+    ({"do_sample": True, "typical_p": 0.9}, "typical_p"),
+    ({"max_time": 100.0}, "max_time"),
+    ({"logits_processor": [lambda ids, scores: scores]}, "logits_processor"),
+    ({"stopping_criteria": [lambda ids, scores: False]}, "stopping_criteria"),
+    ({"token_mask": torch.ones(128, dtype=torch.bool)}, "token_mask"),
+    ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
+    ({"eos_token_id": list(range(100, 101 + MOST_EOS))}, f"eos_token_id with {MOST_EOS + 1} ids"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "reason"), HOST, ids=[reason for _, reason in HOST])
+def test_what_the_device_does_not_know_runs_on_the_host(tiny_llama, session, arguments, reason):
+    prompt = random_prompt(4)
+    output = session.generate(prompt, max_new_tokens=10, seed=1, **arguments)
+    assert session.stats.last.loop == "host"
+    assert reason in session.stats.last.loop_reason
+    eager = Session(tiny_llama, max_length=48, backend="eager")
+    if not arguments.get("do_sample"):
+        other = eager.generate(prompt, max_new_tokens=10, seed=1, **arguments)
+        left, right = (getattr(one, "sequences", one) for one in (output, other))
+        assert left.tolist() == right.tolist()
+    assert eager.stats.last.loop_reason in ("", "backend 'eager' has no loop of its own")
+
+
+def test_a_streamer_is_put_each_step_on_the_host(session):
+    class Streamer:
+        puts = 0
+
+        def put(self, tokens):
+            self.puts += 1
+
+        def end(self):
+            pass
+
+    streamer = Streamer()
+    session.generate(random_prompt(4), max_new_tokens=10, streamer=streamer)
+    assert streamer.puts == 11
+    assert session.stats.last.loop_reason == "streamer"
+
+
+def test_layouts_that_choose_on_the_host(tiny_llama):
+    session, prompt = Session(tiny_llama, **{**NULL, "max_length": 16}), random_prompt(4)
+    for layout, loop in (("ring", "device"), ("shift", "device"), ("sink", "host"), ("none", "host")):
+        session.set_cache_implementation(layout)
+        session.generate(prompt, generation_config=GenerationConfig(max_new_tokens=4, do_sample=False))
+        assert session.stats.last.loop == loop
+
+
+def test_nan_logits_are_an_error_on_the_device_too(tiny_llama):
+    """They come after the first token, out of a position that prefill does not reach."""
+    model = models.gpt2()
+    with torch.no_grad():
+        model.transformer.wpe.weight[12:] = torch.nan
+    session = Session(model, **NULL)
+    prompt = random_prompt(4)
+    assert session.generate(prompt, max_new_tokens=8).shape == (1, 12)
+    with pytest.raises(ArithmeticError, match="gave NaN logits on cuda on null"):
+        session.generate(prompt, max_new_tokens=20)
+    assert new_tokens(session.generate(prompt, max_new_tokens=8), 4) == [reference(model, prompt, 8)]
