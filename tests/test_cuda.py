@@ -1,0 +1,342 @@
+"""Backend ``cuda`` through the null graph, and, where there is a GPU, on it; and that the null graph sees errors."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from families import FAMILIES
+from models import new_tokens, random_prompt, reference
+
+from staticgen import BackendUnavailableError, RecompileError, Session, UnknownNameError
+from staticgen.backends import cuda, open_backend
+from staticgen.cache import KVMemory
+from staticgen.device_loop import LoopState, advance
+from staticgen.errors import DoesNotFitError
+from staticgen.graphs import Graph, NullGraphs
+from staticgen.shapes import StepForm, StepShape
+from staticgen.step import step_for
+
+NULL = {"backend": "cuda", "device": "null", "prefill_buckets": [8]}
+# What differs in attention or in what a capture would refuse: windows and softcap, shared keys, ALiBi, learned
+# positions, local attention without an interface, experts, a sink score.
+CHOSEN = [
+    ("Llama", "longrope"), ("Gemma 2", ""), ("Gemma 4", "shared keys"), ("Bloom", "6 heads"), ("Falcon", "ALiBi"),
+    ("GPT-Neo", "global and local"), ("OPT", ""), ("Mixtral", ""), ("GPT-OSS", ""),
+]  # fmt: skip
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and a CUDA build of torch")
+
+
+def build(name, variant):
+    return next(family for family in FAMILIES if family.name == name).build(variant)
+
+
+@pytest.fixture(scope="module")
+def session(tiny_llama):
+    return Session(tiny_llama, max_length=40, batch_size=2, cache_sizes=[13, 20], **NULL)
+
+
+# The null graph itself.
+
+
+def doubled(graphs, number=2):
+    own, result = torch.zeros(3), torch.zeros(3)
+    return own, result, graphs.record(lambda: result.copy_(own * number + own.sum()) and None, [own], [result])
+
+
+def test_a_replay_is_what_was_recorded_on_what_it_is_given():
+    own, result, graph = doubled(NullGraphs())
+    assert result.isnan().all() and own.isnan().all()  # nothing has run yet, whatever warm-up left there
+    graph.replay(torch.tensor([1.0, 2.0, 3.0]))
+    assert result.tolist() == [8.0, 10.0, 12.0]
+    assert own.isnan().all()  # what is not given again is not there
+    held = result
+    graph.replay(torch.zeros(3))
+    assert held.tolist() == [0.0, 0.0, 0.0]  # it belonged to the graph
+
+
+def test_numbers_of_python_are_those_of_the_recording():
+    factor, result = [2], torch.zeros(1)
+    own = torch.zeros(1)
+    graph = NullGraphs().record(lambda: result.copy_(own * factor[0]) and None, [own], [result])
+    factor[0] = 100
+    graph.replay(torch.ones(1))
+    assert result.item() == 2.0
+
+
+REFUSED = [
+    (lambda a: a.copy_(a * a.sum().item()) and None, "the host cannot ask for numbers"),
+    (lambda a: a.copy_(a) and None if a.any() else None, "the host cannot ask for numbers"),
+    (lambda a: a.add_(torch.tensor([1.0])) and None, "made from numbers of the host"),
+    (lambda a: a.add_(a[a > 1].sum()) and None, "index: a mask chooses|the host cannot ask"),
+    (lambda a: a + 1, "must return nothing"),
+]
+
+
+@pytest.mark.parametrize(("work", "message"), REFUSED)
+def test_what_a_capture_would_refuse(work, message):
+    own = torch.ones(1)
+
+    def quiet():
+        with torch.no_grad():
+            return work(own)
+
+    with pytest.raises(RuntimeError, match=message):
+        NullGraphs().record(quiet, [own])
+
+
+def fails(tiny_llama, prompts, expected):
+    """Whether a new session gives other tokens, or none."""
+    try:
+        session = Session(tiny_llama, max_length=24, batch_size=2, **NULL)
+        return new_tokens(session.generate(prompts, max_new_tokens=8), len(prompts[1])) != expected
+    except (ArithmeticError, IndexError, RuntimeError):
+        return True
+
+
+def test_what_is_broken_on_purpose_is_seen(tiny_llama, monkeypatch):
+    prompts = [random_prompt(length) for length in (5, 9)]
+    expected = [reference(tiny_llama, prompt, 8) for prompt in prompts]
+    assert not fails(tiny_llama, prompts, expected)
+
+    def replay_without_inputs(self, *given):
+        self._run()
+
+    def put_one_slot_late(self, new, positions, slots):
+        return put(
+            self,
+            new,
+            positions,
+            [(slot + 1) % held.shape[1] for slot, held in zip(slots, self.slot_positions, strict=True)],
+        )
+
+    def keep_slots(self, count):
+        pass
+
+    put = KVMemory.put_
+    changes = [
+        (Graph, "replay", replay_without_inputs),
+        (KVMemory, "put_", put_one_slot_late),
+        (NullGraphs, "prepare_memory", lambda self, tensor: tensor.fill_(torch.nan)),
+        ("staticgen.layouts.Ring.skip", keep_slots),
+    ]
+    for change in changes:
+        with monkeypatch.context() as patch:
+            patch.setattr(*change)
+            assert fails(tiny_llama, prompts, expected), change
+
+
+def test_a_mask_that_lets_empty_slots_through_is_seen(tiny_llama, monkeypatch):
+    """They hold large numbers here, where a zeroed cache would change little."""
+    from staticgen.attention import StepCache
+
+    prompt = random_prompt(5)
+    expected = reference(tiny_llama, prompt, 8)
+    original = StepCache.key_positions
+
+    def empty_is_the_first(self, layer):
+        held = original(self, layer)
+        return torch.where(held < 0, 0, held)
+
+    monkeypatch.setattr(StepCache, "key_positions", empty_is_the_first)
+    other = models.llama()  # with a step of its own, which is made with the error
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "staticgen.step.Step._run_in_two_steps",
+            lambda self, ids, positions: self._run(ids, positions, StepCache(self.form, positions)),
+        )
+        session = Session(other, max_length=24, **NULL)
+    assert new_tokens(session.generate(prompt, max_new_tokens=8), 5) != [expected]
+
+
+# The backend.
+
+
+@pytest.mark.parametrize(("name", "variant"), CHOSEN, ids=[" ".join(filter(None, case)) for case in CHOSEN])
+def test_families(name, variant):
+    model = build(name, variant)
+    prompts = [random_prompt(length) for length in (3, 12)]
+    session = Session(model, max_length=40, batch_size=2, **NULL)
+    output = session.generate(prompts, max_new_tokens=20)
+    assert session.stats.last.loop == "device"
+    assert new_tokens(output, 12) == [reference(model, prompt, 20) for prompt in prompts]
+
+
+@pytest.mark.parametrize(("name", "variant"), CHOSEN, ids=[" ".join(filter(None, case)) for case in CHOSEN])
+def test_nothing_that_is_recorded_is_on_the_host(name, variant):
+    """Device "meta" stands for the GPU: an operation on tensors there and here, or on numbers, is refused."""
+    step, shape = step_for(build(name, variant), StepForm()), StepShape(2, 1, 24)
+    backend = open_backend("cuda", "null")
+    backend._graphs.device = torch.device("meta")
+    compiled = backend._on_device(step, shape)
+    memory = KVMemory(step.cache_spec, 2, 24, device="meta")
+    state = LoopState(2, step.cache_spec.windows, torch.device("meta"))
+    for sampled in (False, True):
+        advance(compiled, state, memory, sampled)
+    nodes = [node for node in compiled.graph.nodes if str(node.kwargs.get("device", "meta")) != "meta"]
+    assert not nodes
+
+
+@pytest.mark.parametrize("attention", ["concat", "sdpa"])
+def test_forms_of_attention(tiny_llama, attention):
+    prompts = [random_prompt(length) for length in (3, 12)]
+    session = Session(tiny_llama, max_length=32, batch_size=2, backend_options={"attention": attention}, **NULL)
+    output = session.generate(prompts, max_new_tokens=12)
+    assert new_tokens(output, 12) == [reference(tiny_llama, prompt, 12) for prompt in prompts]
+
+
+def test_the_cache_grows_on_the_device(tiny_llama, session):
+    for lengths in ((3, 7), (12, 13), (20, 4), (30, 1)):
+        prompts = [random_prompt(length) for length in lengths]
+        width = max(lengths)
+        output = session.generate(prompts)
+        assert session.stats.last.loop == "device"
+        assert new_tokens(output, width) == [reference(tiny_llama, prompt, 40 - width) for prompt in prompts]
+    assert session.stats.compiles == 4
+
+
+@pytest.mark.parametrize("overflow", ["slide", "stop", "sink"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_overflow(overflow, family):
+    """As on the eager backend, whose overflow is tested against transformers."""
+    model, prompts = getattr(models, family)(), [random_prompt(4), random_prompt(11)]
+    found = []
+    for target in ({"backend": "eager", "prefill_buckets": [8]}, NULL):
+        session = Session(model, max_length=16, batch_size=2, overflow=overflow, **target)
+        found.append(new_tokens(session.generate(prompts, max_new_tokens=24), 11))
+    assert found[0] == found[1]
+    assert session.stats.last.loop == ("host" if overflow == "sink" else "device")
+    assert len(found[0][0]) == (5 if overflow == "stop" else 24)
+
+
+def test_a_prefix_and_what_the_prefix_cache_keeps(tiny_llama, session):
+    prompt = random_prompt(18)
+    expected = reference(tiny_llama, prompt, 12)
+    prefix = session.prefix(prompt[:10])
+    assert new_tokens(session.generate(prompt, prefix=prefix, max_new_tokens=12), 18) == [expected]
+    assert session.stats.last.reused_tokens == 10
+    other = Session(tiny_llama, max_length=48, prefix_cache=1 << 20, **NULL)
+    assert new_tokens(other.generate(prompt, max_new_tokens=12), 18) == [expected]
+    answer = prompt + expected
+    assert new_tokens(other.generate(answer, max_new_tokens=8), 30) == [reference(tiny_llama, answer, 8)]
+    assert other.stats.last.loop == "device"
+    assert other.stats.last.reused_tokens >= 28  # what the loop on the device has computed is known, too
+
+
+def test_two_sessions_and_threads_do_not_disturb_each_other(tiny_llama, session):
+    prompts = [random_prompt(length) for length in (4, 6)]
+    expected = [reference(tiny_llama, prompt, 12) for prompt in prompts]
+    first = session.stream(prompts[0], max_new_tokens=12)
+    begun = [next(first)]
+    other = Session(models.gpt2(), max_length=24, **NULL)  # records while the other is in use
+    other.generate(prompts[1], max_new_tokens=4)
+    begun += list(first)
+    assert [int(token) for token in begun] == expected[0]
+    assert new_tokens(session.generate(prompts[1], max_new_tokens=12), 6) == [expected[1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_dtypes(dtype):
+    model, prompt = models.llama().to(dtype), random_prompt(6)
+    found = [
+        Session(model, max_length=24, **target).generate(prompt, max_new_tokens=12).tolist()
+        for target in ({"backend": "eager", "prefill_buckets": [8]}, NULL)
+    ]
+    assert found[0] == found[1]
+
+
+def test_a_size_that_was_not_recorded_is_refused(session):
+    with pytest.raises(RecompileError, match="nothing compiles after warm-up"):
+        session._programs.advance(KVMemoryOfAnotherLength(), False)
+
+
+class KVMemoryOfAnotherLength:
+    length = 17
+
+
+def test_what_does_not_fit_says_what_would(tiny_llama, monkeypatch):
+    free = cuda._CONTEXT + 200_000_000
+    monkeypatch.setattr(cuda, "NullGraphs", lambda: NullGraphs(free))
+    with pytest.raises(
+        DoesNotFitError, match=r"batch_size=8 and max_length=262144 need .* GB on cuda on null"
+    ) as error:
+        Session(tiny_llama, max_length=262144, batch_size=8, cache_sizes=[], **NULL)
+    text = str(error.value)
+    rows = int(text.split("batch_size=")[2].split(" ", maxsplit=1)[0])
+    length = int(text.split("max_length=")[2].split(" ", maxsplit=1)[0])
+    backend, step = open_backend("cuda", "null"), step_for(tiny_llama, StepForm())
+    backend.reserve(step, rows, [(8, 262144), (1, 262144)])
+    backend.reserve(step, 8, [(8, length), (1, length)])
+    for batch, longest in ((rows + 1, 262144), (8, length + 1)):
+        with pytest.raises(DoesNotFitError):
+            backend.reserve(step, batch, [(8, longest), (1, longest)])
+    assert step.cache_spec.nbytes(8, length) < 200_000_000 < 1.3 * step.cache_spec.nbytes(8, length + 1000)
+
+
+def test_devices_and_options():
+    with pytest.raises(UnknownNameError, match=r"cuda, cuda:1 \.\.\. and null \(for tests\), got 'tpu'"):
+        open_backend("cuda", "tpu")
+    with pytest.raises(ValueError, match="unknown option 'compiler' for backend 'cuda'; known are compile, attention"):
+        open_backend("cuda", "null", {"compiler": "inductor"})
+    with pytest.raises(ValueError, match="compile='triton', expected one of none, inductor"):
+        open_backend("cuda", "null", {"compile": "triton"})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is an NVIDIA GPU here")
+def test_without_a_gpu():
+    with pytest.raises(BackendUnavailableError, match=r"backend 'cuda'.*Alternatives: backend='openvino'"):
+        open_backend("cuda")
+
+
+def test_the_benchmark_runs_without_a_gpu(tmp_path, monkeypatch):
+    """All of it but the GPU, so that it cannot fail there for another reason."""
+    path = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
+    spec = importlib.util.spec_from_file_location("benchmarks_gpu", path)
+    gpu = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, gpu)  # where dataclasses look
+    spec.loader.exec_module(gpu)
+    assert gpu.main(["--tiny", "--compile", "none", "--json", str(tmp_path / "figures.json")]) == 0
+    result = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
+    assert (result["families"], result["wrong"]) == (2, {})
+    assert [figure["problem"] for figure in result["figures"]] == [""] * 3
+    assert [figure["compiles"] for figure in result["figures"]] == [2, 1, 0]
+    assert all(figure["tokens_per_second"] > 0 and figure["bandwidth_share"] > 0 for figure in result["figures"])
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("options", [{}, {"attention": "sdpa"}, {"compile": "inductor"}], ids=str)
+def test_llama_on_a_gpu(tiny_llama, options):
+    prompts = [random_prompt(length) for length in (3, 12, 20)]
+    session = Session(
+        tiny_llama,
+        max_length=64,
+        batch_size=3,
+        backend="cuda",
+        prefill_buckets=[8],
+        cache_sizes=[24],
+        backend_options=options,
+    )
+    for _ in range(2):
+        with torch.cuda.stream(torch.cuda.Stream()):  # the caller's own
+            output = session.generate(prompts, max_new_tokens=24)
+        assert new_tokens(output, 20) == [reference(tiny_llama, prompt, 24) for prompt in prompts]
+    sampled = [session.generate(prompts, max_new_tokens=24, do_sample=True, seed=1).tolist() for _ in range(2)]
+    assert sampled[0] == sampled[1]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(("name", "variant"), CHOSEN, ids=[" ".join(filter(None, case)) for case in CHOSEN])
+def test_families_on_a_gpu(name, variant):
+    model = build(name, variant)
+    prompts = [random_prompt(length) for length in (3, 12)]
+    session = Session(model, max_length=40, batch_size=2, backend="cuda", prefill_buckets=[8])
+    output = session.generate(prompts, max_new_tokens=20)
+    assert new_tokens(output, 12) == [reference(model, prompt, 20) for prompt in prompts]
