@@ -19,6 +19,15 @@ from staticgen.device_loop import LOOK_EVERY, MOST_EOS, draw, restrict, uniform
 NULL = {"backend": "cuda", "device": "null", "prefill_buckets": [8], "max_length": 48}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Threads of these models would only wait for each other, longer than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def session(tiny_llama):
     return Session(tiny_llama, batch_size=3, **NULL)

@@ -1,12 +1,22 @@
 """Backend ``inductor``: one graph per size, the tokens of transformers, and no compilation after warm-up."""
 
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from families import FAMILIES
 from models import new_tokens, random_prompt, reference
 
-from staticgen import BackendUnavailableError, RecompileError, Session, UnknownNameError
+from staticgen import BackendUnavailableError, CompileError, RecompileError, Session, UnknownNameError
 from staticgen.backends import open_backend
+from staticgen.compiled import describe_step
+from staticgen.shapes import StepForm, StepShape
+from staticgen.step import step_for
 
 SIZES = {"prefill_buckets": [8], "backend": "inductor", "max_length": 48}
 
@@ -77,11 +87,74 @@ def test_frozen_weights_give_the_same_tokens(tiny_llama):
     assert new_tokens(session.generate(prompt, max_new_tokens=16), 6) == [reference(tiny_llama, prompt, 16)]
 
 
-def test_without_a_compiler(monkeypatch):
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
-    torch._inductor.cpp_builder.cpp_compiler_search.cache_clear()
-    with pytest.raises(BackendUnavailableError, match=r"needs a C\+\+ compiler.*install g\+\+"):
-        open_backend("inductor")
+def test_without_a_compiler(tiny_llama):
+    search = torch._inductor.cpp_builder.cpp_compiler_search
+    search.cache_clear()
+    try:
+        with (
+            torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}),
+            pytest.raises(BackendUnavailableError, match=r"needs a C\+\+ compiler.*install g\+\+"),
+        ):
+            Session(tiny_llama, **SIZES)
+    finally:
+        search.cache_clear()
+
+
+_READER = """
+import pickle, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import torch
+from staticgen.backends import open_backend
+from staticgen.backends.base import ProgramFiles
+from staticgen.cache import KVCache
+from staticgen.compiled import CompiledStep
+from staticgen.shapes import StepShape
+folder = Path({folder!r})
+description, files, prompt = pickle.loads((folder / "facts").read_bytes())
+backend, step = open_backend("inductor"), CompiledStep(description, None)
+prefill, decode = (backend.load(step, one)[0] for one in files)
+cache = KVCache(step.cache_spec, 1, 24)
+row = torch.tensor([[0] * (8 - len(prompt)) + prompt])
+positions = torch.tensor([[-1] * (8 - len(prompt)) + list(range(len(prompt)))])
+tokens, zeros = [], torch.zeros(1, 8, dtype=torch.int64)
+logits, new = prefill(row, positions, zeros, cache)
+cache.write(new, positions)
+for at in range(len(prompt), len(prompt) + 9):
+    tokens.append(int(logits.argmax()))
+    one = torch.tensor([[at]])
+    logits, new = decode(torch.tensor([[tokens[-1]]]), one, torch.zeros_like(one), cache)
+    cache.write(new, one)
+assert "transformers.models.llama.modeling_llama" not in sys.modules
+print(tokens)
+"""
+
+
+def test_packages_are_loaded_in_another_process(tiny_llama, tmp_path):
+    backend, step, prompt = open_backend("inductor"), step_for(tiny_llama, StepForm()), random_prompt(5)
+    shapes = {"prefill": StepShape(1, 8, 24), "decode": StepShape(1, 1, 24)}
+    written = backend.write(step, shapes, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["decode.pt2", "inductor.safetensors", "prefill.pt2"]
+    weights = sum(tensor.nbytes for tensor in tiny_llama.parameters())
+    assert weights <= (tmp_path / "inductor.safetensors").stat().st_size < 1.2 * weights  # once for both
+    (tmp_path / "facts").write_bytes(pickle.dumps((describe_step(step), written, prompt)))
+    code = _READER.format(folder=str(tmp_path), tests=str(Path(__file__).parent))
+    environment = {**os.environ, "CXX": "no-such-compiler"}  # nothing is compiled
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(reference(tiny_llama, prompt, 9))
+    mixed = replace(written[0], shape=written[1].shape)
+    with pytest.raises(
+        CompileError, match=r"is of the step \[batch 1, tokens 8, cache 24\], expected \[batch 1, tokens 1"
+    ):
+        backend.load(step, mixed)
+    path, made_for = written[0].compiled[0]
+    foreign = replace(written[0], compiled=((path, {**made_for, "cpu": "ANOTHER"}),))
+    with pytest.raises(CompileError, match=r"was compiled for .*ANOTHER.*make the bundle anew"):
+        backend.load(step, foreign)
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(CompileError, match="cannot load"):
+        backend.load(step, written[0])
 
 
 def test_devices_and_options():
