@@ -151,7 +151,7 @@ def _write(job: _Job, folder: Path) -> None:
         lambda name: job.report("programs", f"{name} of {len(shapes)}"),
     )
     backend = _backend_here(job)
-    if backend is not None:
+    if backend is not None and backend.keeps_blobs:
         for at, files in enumerate(programs):
             job.report("programs", f"{files.name} for {backend.description}")
             programs[at] = backend.precompile(step, files)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from staticgen.terminal import console, errors
+from staticgen.terminal import console, errors, quiet_transformers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,12 +76,13 @@ def compile_model(
                 )
             if output.exists():
                 raise FileExistsError(f"folder {str(output)!r} exists already; choose another or remove it")
+            quiet_transformers()
             report("load", str(model or "the default model"))
             network, tokenizer = load_text_model(model, DTYPES[chosen])
             compiled = compile_bundle(
                 network, output, tokenizer=tokenizer, profile=profile, max_length=max_length, batch_size=batch_size,
                 layout=layout, prefill_buckets=prefill_buckets or None, cache_sizes=cache_sizes or None,
-                weights=weights, source=model, report=report,
+                weights=weights, source=_source(model), report=report,
             )  # fmt: skip
         manifest = compiled.bundle.manifest
         worst = max(one["largest_difference"] for one in manifest["certificate"]["results"])
@@ -92,6 +93,15 @@ def compile_model(
             style="dim",
             soft_wrap=True,
         )
+
+
+def _source(model: str | None) -> str:
+    """Where a model is from: a hub id, or the name of a folder or file without what is above it."""
+    if model is None:
+        from staticgen.text import DEFAULT_MODEL  # noqa: PLC0415
+
+        return DEFAULT_MODEL
+    return Path(model).expanduser().absolute().name if Path(model).expanduser().exists() else model
 
 
 def verify(
@@ -126,7 +136,7 @@ def verify(
                 json.dumps({"on": session.backend.description, "results": [one.to_dict() for one in results]}, indent=1)
             )
         else:
-            table = Table("prompt", "tokens compared", "first that differs", "largest difference", "KL (nats)")
+            table = Table("prompt", "tokens compared", "first other token", "largest difference", "KL (nats)")
             for one in results:
                 table.add_row(
                     f"{one.prompt_tokens} tokens", str(one.steps), _divergence(one), f"{one.largest_difference:.3g}",
@@ -144,7 +154,7 @@ def _is_worse(found: Comparison, known: int | None) -> bool:
 
 
 def _divergence(one: Comparison) -> str:
-    return "none" if one.diverges_at is None else f"number {one.diverges_at}: {one.found} instead of {one.expected}"
+    return "none" if one.diverges_at is None else f"{one.diverges_at}: {one.found}, not {one.expected}"
 
 
 def inspect(

@@ -17,6 +17,7 @@ import logging
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,19 @@ class CompileCache:
             raise
         self._shrink(keep=folder)
         return read_bundle(folder)
+
+    def try_to_store(self, kind: str, key: Mapping[str, Any], write: Callable[[Path], None]) -> Bundle | None:
+        """:meth:`store`, or a warning that says why nothing is kept."""
+        try:
+            return self.store(kind, key, write)
+        except OSError as error:
+            warnings.warn(
+                f"the compile cache {str(self.root)!r} cannot be used ({error}), so that nothing is kept; let {FOLDER} name "
+                "another folder, or say off",
+                UserWarning,
+                stacklevel=3,
+            )
+            return None
 
     def difference(self, kind: str, key: Mapping[str, Any]) -> str:
         """Why there is no entry with this key: the fields in which the most similar one differs."""

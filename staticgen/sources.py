@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import time
-import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -117,27 +116,24 @@ class LiveSource(Source):
     def programs(self, shapes: Sequence[StepShape], stats: SessionStats) -> Mapping[StepShape, Program]:
         cache = None if self.backend.conversion is None else user_cache()
         if cache is None or not shapes:
-            return {shape: _timed(stats, lambda: self.backend.compile(self._step, shape)) for shape in shapes}  # noqa: B023
-        try:
-            return self._through_cache(cache, shapes, stats)
-        except OSError as error:
-            warnings.warn(
-                f"the compile cache {str(cache.root)!r} cannot be used ({error}), so that nothing is kept; let "
-                "STATICGEN_CACHE name another folder, or say off",
-                UserWarning,
-                stacklevel=2,
-            )
-            return {shape: _timed(stats, lambda: self.backend.compile(self._step, shape)) for shape in shapes}  # noqa: B023
+            return self._compile_all(shapes, stats)
+        return self._through_cache(cache, shapes, stats) or self._compile_all(shapes, stats)
+
+    def _compile_all(self, shapes: Sequence[StepShape], stats: SessionStats) -> dict[StepShape, Program]:
+        return {shape: _timed(stats, lambda: self.backend.compile(self._step, shape)) for shape in shapes}  # noqa: B023
 
     def _through_cache(
         self, cache: CompileCache, shapes: Sequence[StepShape], stats: SessionStats
-    ) -> Mapping[StepShape, Program]:
+    ) -> dict[StepShape, Program] | None:
+        """Programs out of the cache, or into it; None where it cannot be written to."""
         step, backend, converted = self._step, self.backend, conversion_key(self._step, self.backend)
         model = _find(cache, "model", converted, stats)
         if model is None:
             start = time.perf_counter()
-            model = cache.store("model", converted, lambda folder: backend.convert(step, folder))
+            model = cache.try_to_store("model", converted, lambda folder: backend.convert(step, folder))
             stats.compile_seconds += time.perf_counter() - start
+            if model is None:
+                return None
         made: dict[StepShape, Program] = {}
         for shape in shapes:
             if not backend.keeps_blobs:
@@ -153,7 +149,9 @@ class LiveSource(Source):
             def compile_into(folder: Path) -> None:
                 made[shape] = backend.compile_converted(step, model.folder, shape, folder / _BLOB)  # noqa: B023
 
-            _timed(stats, lambda: cache.store("program", key, compile_into))  # noqa: B023
+            _timed(stats, lambda: cache.try_to_store("program", key, compile_into))  # noqa: B023
+            if shape not in made:  # what was compiled could not be written
+                made[shape] = backend.compile_converted(step, model.folder, shape)
         return made
 
 
@@ -248,8 +246,9 @@ def _find(cache: CompileCache, kind: str, key: Mapping[str, Any], stats: Session
     found = cache.find(kind, key)
     if found is None:
         stats.compile_cache.misses += 1
-        stats.compile_cache.reason = f"{kind}: {cache.difference(kind, key)}"
-        logger.info("not in the compile cache: %s", stats.compile_cache.reason)
+        reason = f"{kind}: {cache.difference(kind, key)}"
+        stats.compile_cache.reason = stats.compile_cache.reason or reason
+        logger.info("not in the compile cache: %s", reason)
     else:
         stats.compile_cache.hits += 1
     return found

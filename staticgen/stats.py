@@ -41,7 +41,7 @@ class CacheStats:
     Attributes:
         hits, misses: entries that were there, or not: the converted model, and its programs where the compiler's
             work is kept. Both 0 where the cache is off.
-        reason: why the last one that was missing was: the fields in which the most similar entry differs.
+        reason: why the first one that was missing was: the fields in which the most similar entry differs.
     """
 
     hits: int = 0
