@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import platform
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from staticgen.backends import open_backend
 from staticgen.backends.base import ProgramFiles
 from staticgen.backends.ir import convert_step, write_ir
 from staticgen.backends.openvino import OpenVINOBackend
-from staticgen.bundle import new_folder, read_bundle, write_manifest
-from staticgen.certificate import CERTIFICATE, Golden, ask_reference, compare, save_golden
-from staticgen.compiled import STEP, CompiledModel, describe_step
+from staticgen.bundle import library_versions, new_folder, read_bundle, write_manifest
+from staticgen.certificate import CERTIFICATE, Golden, ask_reference, compare, save_golden, stand_in_arguments
+from staticgen.compiled import (
+    STEP,
+    TOKENIZERS,
+    CompiledModel,
+    config_sha256,
+    describe_cache,
+    describe_step,
+    read_tokenizer,
+)
 from staticgen.contexts import cached_sizes, recomputed_sizes
-from staticgen.errors import BackendUnavailableError
+from staticgen.errors import BackendUnavailableError, CompileError
 from staticgen.layouts import layout_class, layout_factory
 from staticgen.limits import fit_buckets, fit_cache_sizes, needed_lengths, require_count, require_positions
 from staticgen.models import longest
@@ -32,15 +40,15 @@ from staticgen.shapes import StepShape
 from staticgen.sources import DEFAULT_MAX_LENGTH
 from staticgen.step import Step, check_model, step_for
 
+AS_THEY_ARE = "as in the model"
 _STEPS = 8
+# Where nothing is rounded, the distributions of two ways to compute them are this near in nats, and a lot nearer.
+_MOST_KL = 1e-3
 _TEXTS = (
     "The capital of France is",
     "Once upon a time there was a small town by the sea, where every morning the fishermen went out before the sun rose and",
     "def",
 )
-_LIBRARIES = ("staticgen", "torch", "transformers", "openvino", "nncf", "safetensors", "tokenizers")
-# Stages, and what part of the whole each takes, roughly; measured with SmolLM2 for a CPU.
-STAGES = {"step": 1.0, "convert": 4.0, "compress": 2.0, "programs": 3.0, "reference": 2.0, "check": 4.0, "files": 1.0}
 
 
 @dataclass
@@ -57,7 +65,7 @@ class _Job:
     cache_sizes: tuple[int, ...]
     weights: str | None
     source: str | None
-    report: Callable[[str], None]
+    report: Callable[[str, str], None]
     step: Step = field(init=False)
 
 
@@ -74,7 +82,7 @@ def compile_bundle(
     cache_sizes: Sequence[int] | None = None,
     weights: str | None = None,
     source: str | None = None,
-    report: Callable[[str], None] = lambda stage: None,
+    report: Callable[[str, str], None] = lambda stage, detail: None,
 ) -> CompiledModel:
     """Compile a model for a target and write everything that it replays there into a new folder.
 
@@ -92,7 +100,7 @@ def compile_bundle(
             programs, ``"none"`` has its own.
         weights: how weights are stored: None as they are, or ``"float16"``.
         source: where the model is from, in words; None for its config's own word.
-        report: called with the name of each stage of :data:`STAGES` as it begins.
+        report: called with the name of each stage as it begins, and what it is about.
 
     Returns:
         the bundle, read back.
@@ -128,35 +136,39 @@ def compile_bundle(
 
 
 def _write(job: _Job, folder: Path) -> None:
-    job.report("step")
+    job.report("step", job.model.config.model_type)
     job.step = step = step_for(job.model, job.profile.form)
     shapes = _shapes(job)
     description = describe_step(step)
-    job.report("convert")
+    job.report("convert", "")
     convert_step(step)
-    job.report("programs")
-    programs = write_ir(step, shapes, folder, compress_to_fp16=job.weights == "float16")
+    programs = write_ir(
+        step,
+        shapes,
+        folder,
+        None,
+        job.weights == "float16",
+        lambda name: job.report("programs", f"{name} of {len(shapes)}"),
+    )
     backend = _backend_here(job)
-    if backend is not None:
-        programs = [backend.precompile(step, files) for files in programs]
+    if backend is not None and backend.keeps_blobs:
+        for at, files in enumerate(programs):
+            job.report("programs", f"{files.name} for {backend.description}")
+            programs[at] = backend.precompile(step, files)
     (folder / STEP).write_text(json.dumps(description, indent=1), encoding="utf-8")
-    config = {key: value for key, value in job.model.config.to_dict().items() if key != "auto_map"}
+    config = _without(job.model.config.to_dict(), ("_name_or_path", "auto_map"))
     (folder / "config.json").write_text(json.dumps(config, indent=1, default=str), encoding="utf-8")
     own = getattr(job.model, "generation_config", None)
     settings = {} if own is None else {key: value for key, value in own.to_dict().items() if value is not None}
     (folder / "generation_config.json").write_text(json.dumps(settings, indent=1, default=str), encoding="utf-8")
-    job.report("reference")
-    golden = ask_reference(job.model, _prompts(job), _STEPS)
+    job.report("reference", "")
+    steps = min(_STEPS, job.max_length - 1)
+    golden = ask_reference(job.model, _prompts(job, job.max_length - steps), steps)
     save_golden(golden, folder / CERTIFICATE)
     manifest: dict[str, Any] = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": _model_entry(job),
-        "target": {
-            "profile": job.profile.name,
-            "backend": job.profile.backend,
-            "device": job.profile.device,
-            "compile_options": job.profile.compile_options,
-        },
+        "target": {"profile": job.profile.name, **job.profile.to_dict()},
         "shapes": {
             "max_length": job.max_length,
             "batch_size": job.batch_size,
@@ -165,17 +177,17 @@ def _write(job: _Job, folder: Path) -> None:
         },
         "layout": job.layout,
         "dtype": str(step.dtype).removeprefix("torch."),
-        "weights": job.weights or "as the model's",
+        "weights": job.weights or AS_THEY_ARE,
+        "cache": describe_cache(step.cache_spec, job.batch_size, job.max_length),
         "tokenizer": _write_tokenizer(job, folder),
         "programs": [_program_entry(files, folder) for files in programs],
-        "certificate": {"reference": f"transformers {version('transformers')}, torch on the CPU", "steps": _STEPS},
-        "profile": job.profile.to_dict(),
-        "versions": _versions(),
+        "certificate": {"reference": f"transformers {version('transformers')}, torch on the CPU", "steps": steps},
+        "versions": library_versions(),
     }
-    job.report("check")
+    job.report("check", "")
     write_manifest(folder, manifest)
     manifest["certificate"] |= _check(folder, golden, backend)
-    job.report("files")
+    job.report("files", "")
     write_manifest(folder, manifest)
 
 
@@ -209,21 +221,25 @@ def _backend_here(job: _Job) -> OpenVINOBackend | None:
 def _check(folder: Path, golden: Sequence[Golden], backend: OpenVINOBackend | None) -> dict[str, Any]:
     """Run the bundle against the reference: on the target, or on what stands for it here."""
     model = CompiledModel(read_bundle(folder))
-    session = Session(model, **({} if backend is not None else stand_in(model)))
+    session = Session(model, **({} if backend is not None else stand_in_arguments(model)))
     results = compare(session, golden, model.step.vocab_size)
-    return {"checked_on": session.backend.description, "results": [one.to_dict() for one in results]}
+    exact = model.step.dtype == torch.float32 and model.bundle.manifest["weights"] == AS_THEY_ARE
+    for one in results:
+        if not one.kl < (_MOST_KL if exact else math.inf):  # NaN as well
+            raise CompileError(
+                f"what was compiled does not compute what the model does: for a prompt of {one.prompt_tokens} tokens the "
+                f"logits differ by up to {one.largest_difference:.3g} and the distributions by {one.kl:.3g} nats on "
+                f"{session.backend.description}; nothing was written"
+            )
+    return {
+        "checked_on": session.backend.description,
+        "device": session.backend.made_for,
+        "results": [one.to_dict() for one in results],
+    }
 
 
-def stand_in(model: CompiledModel) -> dict[str, Any]:
-    """Arguments of a session that runs a bundle on this machine's CPU in place of its own device."""
-    if model.backend == "npu":
-        return {"backend_options": {"NPUW_DEVICES": "CPU"}}
-    return {"device": "CPU"}
-
-
-def _prompts(job: _Job) -> list[list[int]]:
-    """Token ids of a few prompts that the sizes have room for."""
-    room = max(1, job.max_length - _STEPS)
+def _prompts(job: _Job, room: int) -> list[list[int]]:
+    """Token ids of a few prompts, ``room`` at most."""
     if job.tokenizer is not None:
         texts: list[list[int]] = [job.tokenizer(text).input_ids for text in _TEXTS]
     else:  # any ids do, as long as they are the same every time
@@ -234,23 +250,53 @@ def _prompts(job: _Job) -> list[list[int]]:
     return [ids[:room] for ids in texts if ids]
 
 
-def _write_tokenizer(job: _Job, folder: Path) -> str | None:
-    """Write the tokenizer's files; the one of which it can be made again, or "several"."""
+def _write_tokenizer(job: _Job, folder: Path) -> dict[str, Any] | None:
+    """Write the tokenizer's files; their names, and the class of transformers that makes the same tokenizer of them."""
     if job.tokenizer is None:
         return None
+    before = set(folder.iterdir())
     job.tokenizer.save_pretrained(folder)
-    return "tokenizer.json" if job.tokenizer.is_fast and (folder / "tokenizer.json").exists() else "several"
+    for path in folder.glob("*.py"):  # of a tokenizer with code of its own; none is run from a bundle
+        path.unlink()
+    names = sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if before.isdisjoint([path, *path.parents]) and path.is_file()
+    )
+    expected = [job.tokenizer(text).input_ids for text in _TEXTS]
+    # A tokenizer that is one file needs no class of its own, and AutoTokenizer takes seconds to find that out.
+    readers = TOKENIZERS if "tokenizer.json" in names else TOKENIZERS[1:]
+    reasons = []
+    for reader in readers:
+        try:
+            tokenizer = read_tokenizer(reader, folder)
+            if [tokenizer(text).input_ids for text in _TEXTS] == expected:
+                return {"read_by": reader, "files": names}
+            reasons.append(f"{reader} gives other tokens")
+        except Exception as error:  # of tokenizers, which has no class of its own for them
+            reasons.append(f"{reader}: {error}")
+    raise ValueError(
+        f"tokenizer is a {type(job.tokenizer).__name__}, which cannot be made again from its files ({'; '.join(reasons)}); "
+        "give one that transformers can read without code of its own, or None"
+    )
+
+
+def _without(value: Any, names: Sequence[str]) -> Any:
+    """A config without some fields, and its parts without them."""
+    if not isinstance(value, dict):
+        return value
+    return {name: _without(part, names) for name, part in value.items() if name not in names}
 
 
 def _model_entry(job: _Job) -> dict[str, Any]:
-    config = job.model.config
-    fields_of_config = json.dumps(config.to_dict(), sort_keys=True, default=str).encode()
+    config, identity = job.model.config, job.step.identity()
     return {
         "source": job.source or Path(str(config._name_or_path)).name or None,
         "revision": getattr(config, "_commit_hash", None),
         "model_type": config.model_type,
-        "config_sha256": hashlib.sha256(fields_of_config).hexdigest(),
-        "weights_digest": job.step.identity().weights,
+        "config_sha256": config_sha256(identity),
+        "weights_digest": identity.weights,
+        "vocab_size": job.step.vocab_size,
         "parameters": sum(tensor.numel() for tensor in job.model.parameters()),
     }
 
@@ -265,13 +311,3 @@ def _program_entry(files: ProgramFiles, folder: Path) -> dict[str, Any]:
         "files": {role: place(path) for role, path in files.paths.items()},
         "compiled": [{"file": place(path), "made_for": dict(made_for)} for path, made_for in files.compiled],
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
-    for name in _LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

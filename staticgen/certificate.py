@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,12 @@ import safetensors.torch
 import torch
 
 from staticgen.bundle import Bundle
+from staticgen.compiled import CompiledModel
 from staticgen.errors import BundleError
 from staticgen.session import Session
 
 CERTIFICATE = "certificate.safetensors"
+_PARTS = ("prompt", "tokens", "logits")
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,9 @@ def ask_reference(model: Any, prompts: Sequence[Sequence[int]], steps: int) -> l
         ids = torch.tensor([list(prompt)], device="cpu")
         logits = []
         for _ in range(steps):
-            logits.append(model(input_ids=ids, use_cache=False).logits[0, -1].float())
+            logits.append(
+                model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -1].float()
+            )
             ids = torch.cat([ids, logits[-1].argmax()[None, None]], dim=1)
         found.append(Golden(ids[0, : len(prompt)], ids[0, len(prompt) :], torch.stack(logits)))
     return found
@@ -75,7 +79,7 @@ def save_golden(golden: Sequence[Golden], path: Path) -> None:
     """Write them to a safetensors file."""
     tensors: dict[str, torch.Tensor] = {}
     for index, one in enumerate(golden):
-        tensors |= {f"{name}.{index}": getattr(one, name).contiguous() for name in ("prompt", "tokens", "logits")}
+        tensors |= {f"{name}.{index}": getattr(one, name).contiguous() for name in _PARTS}
     path.write_bytes(safetensors.torch.save(tensors))
 
 
@@ -83,13 +87,31 @@ def load_golden(bundle: Bundle) -> list[Golden]:
     """The reference's answers that a bundle holds."""
     try:
         tensors = safetensors.torch.load_file(bundle.path(CERTIFICATE))
-        count = sum(name.startswith("prompt.") for name in tensors)
-        return [
-            Golden(tensors[f"prompt.{index}"], tensors[f"tokens.{index}"], tensors[f"logits.{index}"])
-            for index in range(count)
-        ]
-    except (safetensors.SafetensorError, KeyError) as error:
-        raise BundleError(f"bundle {str(bundle.folder)!r}: its certificate cannot be read ({error})") from error
+        return [_golden(tensors, index) for index in range(len(tensors) // len(_PARTS))]
+    except (safetensors.SafetensorError, KeyError, ValueError) as error:
+        raise BundleError(
+            f"bundle {str(bundle.folder)!r}: its {CERTIFICATE} cannot be read ({error}); make it anew with "
+            "`staticgen compile`"
+        ) from error
+
+
+def _golden(tensors: Mapping[str, torch.Tensor], index: int) -> Golden:
+    prompt, tokens, logits = (tensors[f"{name}.{index}"] for name in _PARTS)
+    sizes = [list(tensor.shape) for tensor in (prompt, tokens, logits)]
+    dtypes = (prompt.dtype, tokens.dtype, logits.dtype)
+    steps, width = tokens.numel(), logits.shape[-1] if logits.dim() else 0
+    ids = torch.cat([prompt.flatten(), tokens.flatten()])
+    good = dtypes == (torch.int64, torch.int64, torch.float32) and sizes == [[prompt.numel()], [steps], [steps, width]]
+    if not good or not prompt.numel() or not steps or not (0 <= int(ids.min()) <= int(ids.max()) < width):
+        raise ValueError(f"prompt {index} has tensors {dtypes} of sizes {sizes} that do not fit")
+    return Golden(prompt, tokens, logits)
+
+
+def stand_in_arguments(model: CompiledModel) -> dict[str, Any]:
+    """Arguments of a session that runs a bundle on this machine's CPU in place of its own device."""
+    if model.backend == "npu":
+        return {"backend_options": {"NPUW_DEVICES": "CPU"}}
+    return {"device": "CPU"}
 
 
 def compare(session: Session, golden: Sequence[Golden], vocab_size: int) -> list[Comparison]:
@@ -114,6 +136,7 @@ def _compare_one(session: Session, golden: Golden, vocab_size: int) -> Compariso
     differ = (expected != found).nonzero().flatten().tolist()
     at = differ[0] if differ else None
     wanted, given = golden.logits.double().log_softmax(-1), logits.double().log_softmax(-1)
+    chances = wanted.exp()
     return Comparison(
         prompt_tokens=begun,
         steps=steps,
@@ -121,5 +144,5 @@ def _compare_one(session: Session, golden: Golden, vocab_size: int) -> Compariso
         expected=None if at is None else int(expected[at]),
         found=None if at is None else int(found[at]),
         largest_difference=float((golden.logits - logits).abs().max()),
-        kl=max(0.0, float((wanted.exp() * (wanted - given)).nansum(-1).max())),
+        kl=float(torch.where(chances == 0, 0.0, chances * (wanted - given)).sum(-1).max().clamp(min=0)),  # or NaN
     )

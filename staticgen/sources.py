@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from staticgen.backends import Backend, Program, open_backend
+from staticgen.bundle import Bundle
+from staticgen.compile_cache import CompileCache, code_digest, user_cache
 from staticgen.compiled import CompiledModel
 from staticgen.errors import BundleError
 from staticgen.facts import StepFacts
@@ -22,7 +30,10 @@ if TYPE_CHECKING:
 
     from staticgen.step import Step
 
+logger = logging.getLogger("staticgen")
+
 DEFAULT_MAX_LENGTH = 512
+_BLOB = "program.blob"
 
 
 class Source(ABC):
@@ -103,12 +114,44 @@ class LiveSource(Source):
         return not isinstance(model, CompiledModel) and model_stamp(model) == self._step.stamp
 
     def programs(self, shapes: Sequence[StepShape], stats: SessionStats) -> Mapping[StepShape, Program]:
-        made = {}
-        for shape in shapes:
+        cache = None if self.backend.conversion is None else user_cache()
+        if cache is None or not shapes:
+            return self._compile_all(shapes, stats)
+        return self._through_cache(cache, shapes, stats) or self._compile_all(shapes, stats)
+
+    def _compile_all(self, shapes: Sequence[StepShape], stats: SessionStats) -> dict[StepShape, Program]:
+        return {shape: _timed(stats, lambda: self.backend.compile(self._step, shape)) for shape in shapes}  # noqa: B023
+
+    def _through_cache(
+        self, cache: CompileCache, shapes: Sequence[StepShape], stats: SessionStats
+    ) -> dict[StepShape, Program] | None:
+        """Programs out of the cache, or into it; None where it cannot be written to."""
+        step, backend, converted = self._step, self.backend, conversion_key(self._step, self.backend)
+        model = _find(cache, "model", converted, stats)
+        if model is None:
             start = time.perf_counter()
-            made[shape] = self.backend.compile(self._step, shape)
-            stats.compiles += 1
+            model = cache.try_to_store("model", converted, lambda folder: backend.convert(step, folder))
             stats.compile_seconds += time.perf_counter() - start
+            if model is None:
+                return None
+        made: dict[StepShape, Program] = {}
+        for shape in shapes:
+            if not backend.keeps_blobs:
+                made[shape] = _timed(stats, lambda: backend.compile_converted(step, model.folder, shape))  # noqa: B023
+                continue
+            key = {**converted, **asdict(shape), "made_for": backend.made_for}
+            kept = _find(cache, "program", key, stats)
+            if kept is not None:
+                made[shape] = backend.load_blob(step, shape, kept.path(_BLOB))
+                stats.loads += 1
+                continue
+
+            def compile_into(folder: Path) -> None:
+                made[shape] = backend.compile_converted(step, model.folder, shape, folder / _BLOB)  # noqa: B023
+
+            _timed(stats, lambda: cache.try_to_store("program", key, compile_into))  # noqa: B023
+            if shape not in made:  # what was compiled could not be written
+                made[shape] = backend.compile_converted(step, model.folder, shape)
         return made
 
 
@@ -173,6 +216,41 @@ class CompiledSource(Source):
 def open_source(model: Any, *arguments: Any) -> Source:
     """The source of a model's programs; the arguments are those of :class:`LiveSource`."""
     return (CompiledSource if isinstance(model, CompiledModel) else LiveSource)(model, *arguments)
+
+
+def conversion_key(step: Step, backend: Backend) -> dict[str, Any]:
+    """What a converted step depends on, as JSON has it."""
+    identity = step.identity()
+    return {
+        "model_type": step.model_type,
+        "weights": identity.weights,
+        "config": hashlib.sha256(json.dumps(identity.config, sort_keys=True).encode()).hexdigest()[:16],
+        "dtype": str(step.dtype).removeprefix("torch."),
+        "form": asdict(step.form),
+        **(backend.conversion or {}),
+        **{name: version(name) for name in ("staticgen", "torch", "transformers")},
+        "code": code_digest(),
+    }
+
+
+def _find(cache: CompileCache, kind: str, key: Mapping[str, Any], stats: SessionStats) -> Bundle | None:
+    found = cache.find(kind, key)
+    if found is None:
+        stats.compile_cache.misses += 1
+        reason = f"{kind}: {cache.difference(kind, key)}"
+        stats.compile_cache.reason = stats.compile_cache.reason or reason
+        logger.info("not in the compile cache: %s", reason)
+    else:
+        stats.compile_cache.hits += 1
+    return found
+
+
+def _timed(stats: SessionStats, compile_one: Callable[[], Any]) -> Any:
+    start = time.perf_counter()
+    program = compile_one()
+    stats.compiles += 1
+    stats.compile_seconds += time.perf_counter() - start
+    return program
 
 
 def read_in_background(

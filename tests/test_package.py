@@ -14,11 +14,11 @@ import staticgen
 ROOT = Path(__file__).parent.parent
 # Each module may import those before it, never one after it.
 ORDER = [
-    "errors", "shapes", "spans", "registry", "stats", "layouts", "rotary", "cache", "growth", "prompts", "ready", "prefix_cache",
-    "decoding", "constraints", "sampling", "calls", "profiles", "identity", "facts", "attention", "legacy", "step", "backends.base", "bundle", "compiled", "models", "backends",
-    "backends.eager", "backends.ir", "backends.openvino", "backends.npu", "limits", "sources", "programs", "contexts", "prefixes",
+    "errors", "machine", "devices", "shapes", "spans", "registry", "stats", "layouts", "rotary", "cache", "growth", "prompts", "ready", "prefix_cache",
+    "decoding", "constraints", "sampling", "calls", "profiles", "identity", "facts", "attention", "legacy", "step", "backends.base", "bundle", "compile_cache", "compiled", "models", "backends",
+    "backends.eager", "backends.intel_npu", "backends.ir", "backends.openvino", "backends.npu", "limits", "sources", "programs", "contexts", "prefixes",
     "request", "beams", "many", "progress", "holding", "session", "certificate", "generation", "custom", "text", "detokenize", "completions", "outline", "buckets", "measuring", "planning", "", "flags", "terminal",
-    "compile.ir", "compile.bundles", "compile", "cli_targets", "cli",
+    "cli_devices", "cli_targets", "compile.ir", "compile.bundles", "compile", "inspection", "cli_bundles", "cli",
 ]  # fmt: skip
 
 

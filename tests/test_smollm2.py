@@ -7,9 +7,10 @@ import torch
 from models import left_padded, new_tokens, reference
 
 from staticgen import Session
+from staticgen.identity import difference
 from staticgen.outline import load_outline
 from staticgen.shapes import StepForm
-from staticgen.step import Step
+from staticgen.step import Step, step_for
 from staticgen.text import default_model_file, encode_prompt, load_text_model
 
 pytestmark = pytest.mark.skipif(
@@ -19,8 +20,28 @@ PROMPTS = ["The capital of France is", "Once upon a time, in a village by the se
 
 
 @pytest.fixture(scope="module")
-def smollm2():
-    return load_text_model()
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def smollm2(cache):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STATICGEN_CACHE", str(cache))
+        return load_text_model()
+
+
+def test_the_file_is_unpacked_once(smollm2, cache, monkeypatch):
+    """What was read from the GGUF file is kept, and is the same model and tokenizer."""
+    monkeypatch.setenv("STATICGEN_CACHE", str(cache))
+    monkeypatch.setattr("gguf.GGUFReader", lambda *_, **__: pytest.fail("it is read again"))
+    model, tokenizer = load_text_model()
+    forms = StepForm()
+    assert difference(step_for(model, forms).identity(), step_for(smollm2[0], forms).identity()) is None
+    assert model.generation_config.to_dict() == smollm2[0].generation_config.to_dict()
+    for text in (*PROMPTS, "<|im_start|>user\n  é\t二 \n"):
+        assert tokenizer(text).input_ids == smollm2[1](text).input_ids
+    assert tokenizer.chat_template == smollm2[1].chat_template
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ The cache and the outputs are host memory that OpenVINO reads and writes in plac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from staticgen.cache import KVBuffers, KVCache
 from staticgen.errors import BackendUnavailableError, CompileError, UnknownNameError
 from staticgen.facts import StepFacts
 from staticgen.profiles import load_profile
-from staticgen.shapes import StepShape
+from staticgen.shapes import StepShape, slots_of
 
 try:
     import openvino as ov
@@ -34,15 +34,13 @@ if TYPE_CHECKING:
 
     from staticgen.step import Step
 
-# A blob that leaves its weights in the file that they came from.
-_WEIGHTLESS = {"CACHE_MODE": "OPTIMIZE_SIZE"}
-
 
 class OpenVINOProgram(Program):
     """An infer request over buffers that are bound once."""
 
     def __init__(self, compiled: ov.CompiledModel, step: StepFacts, shape: StepShape):
         super().__init__(shape)
+        _require_ports(compiled, step, shape)
         self._request = compiled.create_infer_request()
         size = (shape.batch, shape.tokens)
         self._inputs = [torch.zeros(size, dtype=torch.int64, device="cpu") for _ in range(3)]
@@ -70,7 +68,6 @@ class OpenVINOBackend(Backend):
     """``device`` is OpenVINO's: CPU, GPU, GPU.1, AUTO:GPU,CPU ...; ``options`` are its properties."""
 
     name = "openvino"
-    saves = True
     default_device = "CPU"
 
     def __init__(self, device: str | None = None, options: Mapping[str, str] | None = None):
@@ -83,18 +80,19 @@ class OpenVINOBackend(Backend):
         self.cache_sizes = profile.cache_sizes
         self._check_options(options or {})
         self._options = {**profile.compile_options, **(options or {})}
+        # A stand-in, or several devices under one name, give nothing that can be taken back. A CPU compiles in a second,
+        # and a blob would be as large as the weights: without them (CACHE_MODE=OPTIMIZE_SIZE) it gave wrong logits.
+        self.keeps_blobs = not self.emulated and self.device.split(".")[0] in ("GPU", "NPU")
 
     def compile(self, step: Step, shape: StepShape) -> Program:
         from staticgen.backends.ir import static_model  # noqa: PLC0415 - it needs the model's classes
 
         model = static_model(step, shape)
-        return OpenVINOProgram(self._compile(model, step, shape, {}), step, shape)
+        return OpenVINOProgram(self._compile(model, step, shape), step, shape)
 
-    def _compile(
-        self, model: ov.Model, step: StepFacts, shape: StepShape, options: Mapping[str, str]
-    ) -> ov.CompiledModel:
+    def _compile(self, model: ov.Model, step: StepFacts, shape: StepShape) -> ov.CompiledModel:
         try:
-            return self._core.compile_model(model, self.device, {**self._all_options(step), **options})
+            return self._core.compile_model(model, self.device, self._all_options(step))
         except RuntimeError as error:
             raise CompileError(
                 f"OpenVINO device {self.device} refused the step {shape} in {step.dtype}: {error}"
@@ -113,35 +111,45 @@ class OpenVINOBackend(Backend):
                 found[name.lower()] = _as_json(self._core.get_property(device, name))
         return {**found, "options": dict(sorted(self._options.items()))}
 
-    def write(self, step: Step, shapes: Mapping[str, StepShape], folder: Path) -> list[ProgramFiles]:
-        from staticgen.backends.ir import write_ir  # noqa: PLC0415 - it needs the model's classes
+    @property
+    def conversion(self) -> dict[str, Any]:
+        return {"backend": "openvino", "openvino": ov.get_version()}
 
-        return [self.precompile(step, files) for files in write_ir(step, shapes, folder)]
+    def convert(self, step: Step, folder: Path) -> None:
+        from staticgen.backends.ir import write_open  # noqa: PLC0415 - it needs the model's classes
+
+        write_open(step, folder)
+
+    def compile_converted(self, step: Step, folder: Path, shape: StepShape, blob: Path | None = None) -> Program:
+        from staticgen.backends.ir import read_open, static_model  # noqa: PLC0415 - it needs the model's classes
+
+        compiled = self._compile(static_model(step, shape, read_open(self._core, folder)), step, shape)
+        if blob is not None:
+            blob.write_bytes(compiled.export_model().getvalue())
+        return OpenVINOProgram(compiled, step, shape)
+
+    def load_blob(self, step: StepFacts, shape: StepShape, blob: Path) -> Program:
+        try:
+            compiled = self._core.import_model(blob.read_bytes(), self.device, self._all_options(step))
+        except RuntimeError as error:
+            raise CompileError(f"OpenVINO device {self.device} does not take {str(blob)!r}: {error}") from error
+        return OpenVINOProgram(compiled, step, shape)
 
     def precompile(self, step: StepFacts, files: ProgramFiles) -> ProgramFiles:
-        """Compile a program from its files for this device, and keep what came out beside its model.
-
-        Only where a device takes it back without its weights: another copy of them for each program would be too much.
-        """
-        if self.emulated or self.device != "CPU":
+        """Compile a program from its files for this device, and keep what came out beside its model."""
+        if not self.keeps_blobs:
             return files
-        compiled = self._compile(self._read(files), step, files.shape, _WEIGHTLESS)
+        compiled = self._compile(self._read(files), step, files.shape)
         blob = files.paths["model"].with_suffix(".blob")
         blob.write_bytes(compiled.export_model().getvalue())
         return replace(files, compiled=(*files.compiled, (blob, self.made_for)))
 
     def load(self, step: StepFacts, files: ProgramFiles) -> tuple[Program, bool]:
         mine = self.made_for
-        blob = next((path for path, made_for in files.compiled if made_for == mine), None)
-        if blob is None:
-            compiled = self._compile(self._read(files), step, files.shape, {})
-        else:
-            options = {**self._all_options(step), **_WEIGHTLESS, "WEIGHTS_PATH": str(files.paths["weights"])}
-            try:
-                compiled = self._core.import_model(blob.read_bytes(), self.device, options)
-            except RuntimeError as error:
-                raise CompileError(f"OpenVINO device {self.device} does not take {str(blob)!r}: {error}") from error
-        return OpenVINOProgram(compiled, step, files.shape), blob is None
+        for blob, made_for in files.compiled:
+            if made_for == mine:
+                return self.load_blob(step, files.shape, blob), False
+        return OpenVINOProgram(self._compile(self._read(files), step, files.shape), step, files.shape), True
 
     def _read(self, files: ProgramFiles) -> ov.Model:
         try:
@@ -199,6 +207,32 @@ def missing_device_message(backend: str, device: str, present: list[str]) -> str
         f"backend {backend!r} wants OpenVINO device {device}, but OpenVINO finds {', '.join(present) or 'none'} here. "
         f"Alternatives: backend='openvino' (the CPU) or backend='auto'.{hint}"
     )
+
+
+def _require_ports(compiled: ov.CompiledModel, step: StepFacts, shape: StepShape) -> None:
+    """Refuse a program that is none of this step and size: its files may have been mixed up."""
+    layers, windows = step.cache_spec.layers, step.cache_spec.windows
+
+    def sizes(counts: Sequence[int], transposed_keys: bool) -> list[list[int]]:
+        pairs = list(zip(layers, counts, strict=True))
+        keys = [[layer.key_dim, count] if transposed_keys else [count, layer.key_dim] for layer, count in pairs]
+        values = [[count, layer.value_dim] for layer, count in pairs]
+        return [
+            [shape.batch, layer.heads, *size]
+            for part in (keys, values)
+            for layer, size in zip(layers, part, strict=True)
+        ]
+
+    slots = [[shape.batch, slots_of(window, shape.cache_length)] for window in windows]
+    past = sizes([layer.slots(shape.cache_length) for layer in layers], step.form.transposed_keys)
+    new = sizes([shape.tokens] * len(layers), False)
+    expected = [[shape.batch, shape.tokens]] * 3 + slots + past, [[shape.batch, step.logits_size]] + new
+    found = tuple([list(port.get_shape()) for port in ports] for ports in (compiled.inputs, compiled.outputs))
+    if found != expected:
+        raise CompileError(
+            f"a program for the step {shape} has inputs and outputs of sizes {found}, expected {expected}; if it is a "
+            "bundle's, make that anew with `staticgen compile`"
+        )
 
 
 def _share(tensor: torch.Tensor) -> Any:
