@@ -130,7 +130,8 @@ class CompiledModel:
         target, shapes = _field(manifest, "target", dict), _field(manifest, "shapes", dict)
         self.backend: str = _field(target, "backend", str)
         self.device: str = _field(target, "device", str)
-        self.compile_options: dict[str, str] = _field(target, "compile_options", dict)
+        options = _field(target, "compile_options", dict)
+        self.compile_options: dict[str, str] = {name: _field(options, name, str) for name in options}
         self.max_length, self.batch_size = _count(shapes, "max_length"), _count(shapes, "batch_size")
         self.prefill_buckets, self.cache_sizes = _counts(shapes, "prefill_buckets"), _counts(shapes, "cache_sizes")
         self.layout: str = _field(manifest, "layout", str)
@@ -157,7 +158,7 @@ class CompiledModel:
             "cache_sizes": (self.cache_sizes[-1], self.max_length),
         }
         for name, (one, other) in pairs.items():
-            if one != other:
+            if json.dumps(one) != json.dumps(other):  # 1 is not true
                 raise self._misfit(f"{name} is {one!r} in one file and {other!r} in another")
         wanted = [{StepShape(self.batch_size, *size) for size in sizes} for sizes in (cached, recomputed)]
         if shapes not in wanted or len(shapes) != len(manifest["programs"]):

@@ -152,10 +152,17 @@ class OpenVINOBackend(Backend):
         return OpenVINOProgram(self._compile(self._read(files), step, files.shape), step, files.shape), True
 
     def _read(self, files: ProgramFiles) -> ov.Model:
+        if {"model", "weights"} - files.paths.keys():
+            raise CompileError(
+                f"program {files.name!r} has the files {dict(files.paths)}, expected 'model' and 'weights'"
+            )
         try:
             return self._core.read_model(files.paths["model"], files.paths["weights"])
         except RuntimeError as error:
-            raise CompileError(f"OpenVINO cannot read {str(files.paths['model'])!r}: {error}") from error
+            raise CompileError(
+                f"OpenVINO cannot read {str(files.paths['model'])!r}, which another version may have written: {error}; make "
+                "the bundle anew with `staticgen compile`"
+            ) from error
 
     def _precision(self, dtype: torch.dtype) -> dict[str, str]:
         """The step's own precision, or float32 on a device that has it not: OpenVINO would take a coarser one.
