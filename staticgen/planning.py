@@ -383,7 +383,7 @@ def with_figures(
 
 
 def measured(profile: Profile, dtype: str | None = None) -> Profile:
-    """A CPU's profile with the memory, bandwidth and peak of this machine, which takes a few seconds.
+    """A CPU's profile with the memory, bandwidth and peak of this machine, which takes some seconds.
 
     Raises:
         ValueError: the profile is not of a CPU, or has no such dtype.
