@@ -10,6 +10,8 @@ from typing import Any
 from staticgen.errors import UnknownNameError
 from staticgen.shapes import StepForm
 
+_SWITCHES = ("transposed_keys", "late_heads", "fed")  # of the step's form
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -53,14 +55,15 @@ def load_profile(name: str) -> Profile:
 
 def parse_profile(name: str, table: dict[str, Any]) -> Profile:
     """Check a profile's entries; see :func:`load_profile` for the errors."""
-    known = {"description", "attention", "transposed_keys", "prefill_buckets", "cache_sizes", "compile_options"}
+    known = {"description", "attention", *_SWITCHES, "prefill_buckets", "cache_sizes", "compile_options"}
     for key in table.keys() ^ known:
         problem = "unknown" if key in table else "missing"
         raise ValueError(f"profile {name!r}: {problem} entry {key!r}; a profile has {', '.join(sorted(known))}")
     if table["attention"] not in ("split", "concat"):
         raise ValueError(f"profile {name!r}: attention is {table['attention']!r}, expected 'split' or 'concat'")
-    if not isinstance(table["transposed_keys"], bool):
-        raise ValueError(f"profile {name!r}: transposed_keys is {table['transposed_keys']!r}, expected true or false")
+    for key in _SWITCHES:
+        if not isinstance(table[key], bool):
+            raise ValueError(f"profile {name!r}: {key} is {table[key]!r}, expected true or false")
     if not isinstance(table["compile_options"], dict):
         raise ValueError(f"profile {name!r}: compile_options is {table['compile_options']!r}, expected a table")
     for key in ("prefill_buckets", "cache_sizes"):
@@ -71,7 +74,7 @@ def parse_profile(name: str, table: dict[str, Any]) -> Profile:
     return Profile(
         name=name,
         description=table["description"],
-        form=StepForm(table["attention"], table["transposed_keys"]),
+        form=StepForm(table["attention"], **{key: table[key] for key in _SWITCHES}),
         prefill_buckets=tuple(table["prefill_buckets"]),
         cache_sizes=tuple(table["cache_sizes"]),
         compile_options={key: str(value) for key, value in table["compile_options"].items()},

@@ -7,6 +7,8 @@ GOOD = {
     "description": "a test",
     "attention": "split",
     "transposed_keys": False,
+    "late_heads": False,
+    "fed": False,
     "prefill_buckets": [8, 32],
     "cache_sizes": [64],
     "compile_options": {"A": 1},
@@ -35,6 +37,8 @@ def test_a_profile_is_read():
         ({"cache_sizes": [0]}, "cache_sizes is"),
         ({"cache_sizes": 64}, "cache_sizes is"),
         ({"transposed_keys": "no"}, "transposed_keys is 'no'"),
+        ({"late_heads": 1}, "late_heads is 1"),
+        ({"fed": "yes"}, "fed is 'yes'"),
         ({"compile_options": []}, "compile_options is"),
     ],
 )

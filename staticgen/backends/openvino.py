@@ -15,8 +15,11 @@ from typing import Any
 import torch
 
 from staticgen.backends.base import Backend, Program
+from staticgen.backends.openvino_graph import transpose_heads_late
 from staticgen.cache import KVBuffers, KVCache
 from staticgen.errors import BackendUnavailableError, CompileError, UnknownNameError
+from staticgen.fed import FedStep, fed_inputs, feeds_of
+from staticgen.feeds import Feeds, HostInputs
 from staticgen.profiles import load_profile
 from staticgen.shapes import StepShape
 from staticgen.step import Step
@@ -39,11 +42,15 @@ _converted: weakref.WeakKeyDictionary[Step, ov.Model] = weakref.WeakKeyDictionar
 class OpenVINOProgram(Program):
     """An infer request over buffers that are bound once."""
 
-    def __init__(self, compiled: ov.CompiledModel, step: Step, shape: StepShape):
+    def __init__(self, compiled: ov.CompiledModel, step: Step, shape: StepShape, feeds: Feeds | None = None):
         super().__init__(shape)
         self._request = compiled.create_infer_request()
+        self._feeds = feeds
         size = (shape.batch, shape.tokens)
-        self._inputs = [torch.zeros(size, dtype=torch.int64, device="cpu") for _ in range(3)]
+        if feeds is None:
+            self._inputs = [torch.zeros(size, dtype=torch.int64, device="cpu") for _ in range(3)]
+        else:
+            self._inputs = feeds.buffers(shape)
         self._logits = torch.zeros(shape.batch, step.logits_size, dtype=torch.float32, device="cpu")
         self._new = KVBuffers(step.cache_spec, shape.batch, shape.tokens)
         self._cache: KVCache | None = None
@@ -54,12 +61,16 @@ class OpenVINOProgram(Program):
 
     def _run(self, inputs: tuple[torch.Tensor, ...], cache: KVCache) -> tuple[torch.Tensor, KVBuffers]:
         if cache is not self._cache:
-            past = (*cache.slot_positions, *cache.buffers.keys, *cache.buffers.values)
-            for index, tensor in enumerate(past, start=len(inputs)):
+            slots = cache.slot_positions if self._feeds is None else ()
+            past = (*slots, *cache.buffers.keys, *cache.buffers.values)
+            for index, tensor in enumerate(past, start=len(self._inputs)):
                 self._request.set_input_tensor(index, _share(tensor))
             self._cache = cache
-        for own, given in zip(self._inputs, inputs, strict=True):
-            own.copy_(given)
+        if self._feeds is None:
+            for own, given in zip(self._inputs, inputs, strict=True):
+                own.copy_(given)
+        else:
+            self._feeds.write_(self._inputs, HostInputs(inputs[0], inputs[1], inputs[2], cache.slot_positions))
         self._request.infer()
         return self._logits, self._new
 
@@ -85,7 +96,8 @@ class OpenVINOBackend(Backend):
         model = static_model(step, shape)
         options = {**self._precision(step.dtype), **self._options}
         try:
-            return OpenVINOProgram(self._core.compile_model(model, self.device, options), step, shape)
+            compiled = self._core.compile_model(model, self.device, options)
+            return OpenVINOProgram(compiled, step, shape, feeds_of(step) if step.form.fed else None)
         except RuntimeError as error:
             raise CompileError(
                 f"OpenVINO device {self.device} refused the step {shape} in {step.dtype}: {error}"
@@ -150,7 +162,7 @@ def static_model(step: Step, shape: StepShape) -> ov.Model:
         CompileError: a dimension stayed open; the message names the operation.
     """
     model = convert_step(step).clone()
-    sizes = [tuple(tensor.shape) for tensor in step.example_inputs(shape)]
+    sizes = [tuple(tensor.shape) for tensor in _example_inputs(step, shape)]
     model.reshape({port: ov.PartialShape(list(size)) for port, size in zip(model.inputs, sizes, strict=True)})
     for operation in model.get_ops():
         for output in operation.outputs():
@@ -158,7 +170,13 @@ def static_model(step: Step, shape: StepShape) -> ov.Model:
                 raise CompileError(
                     f"the step {shape} is not static: {operation.get_friendly_name()} has shape {output.get_partial_shape()}"
                 )
+    if step.form.late_heads:
+        transpose_heads_late(model)
     return model
+
+
+def _example_inputs(step: Step, shape: StepShape) -> tuple[torch.Tensor, ...]:
+    return fed_inputs(step, shape) if step.form.fed else step.example_inputs(shape)
 
 
 def convert_step(step: Step) -> ov.Model:
@@ -168,7 +186,8 @@ def convert_step(step: Step) -> ov.Model:
     five times as long for open sizes.
     """
     if step not in _converted:
-        example = step.example_inputs(StepShape(batch=2, tokens=3, cache_length=16))
+        example = _example_inputs(step, StepShape(batch=2, tokens=3, cache_length=16))
+        traced = FedStep(step) if step.form.fed else step
         config = step.model.config.get_text_config()
         if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
             # OpenVINO has no operation for the grouped matmul that transformers takes by default.
@@ -178,7 +197,7 @@ def convert_step(step: Step) -> ov.Model:
             warnings.simplefilter("always")  # the tracer warns of every size that it records
             try:
                 # Tracing again to check the trace would take a third of the time; parity is what the tests check.
-                decoder = TorchScriptPythonDecoder(step, example_input=example, trace_kwargs={"check_trace": False})
+                decoder = TorchScriptPythonDecoder(traced, example_input=example, trace_kwargs={"check_trace": False})
                 # What ov.convert_model does too; that would send usage data besides.
                 front_end = FrontEndManager().load_by_framework("pytorch")
                 model = front_end.convert(front_end.load(decoder))
@@ -197,8 +216,11 @@ def convert_step(step: Step) -> ov.Model:
 
 def _name_ports(model: ov.Model, step: Step) -> None:
     layers = range(step.layers)
-    inputs = ["token_ids", "position_ids", "first_positions"]
-    inputs += [f"slot_positions.{index}" for index in range(len(step.cache_spec.windows))]
+    if step.form.fed:
+        inputs = feeds_of(step).names
+    else:
+        inputs = ["token_ids", "position_ids", "first_positions"]
+        inputs += [f"slot_positions.{index}" for index in range(len(step.cache_spec.windows))]
     inputs += [f"past_key.{index}" for index in layers] + [f"past_value.{index}" for index in layers]
     outputs = ["logits"] + [f"new_key.{index}" for index in layers] + [f"new_value.{index}" for index in layers]
     for ports, names in ((model.inputs, inputs), (model.outputs, outputs)):
