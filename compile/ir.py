@@ -10,7 +10,7 @@ from pathlib import Path
 import openvino as ov
 from transformers import PreTrainedModel
 
-from staticgen.backends.openvino import static_model
+from staticgen.backends.ir import static_model
 from staticgen.limits import fit_buckets, require_positions
 from staticgen.profiles import load_profile
 from staticgen.shapes import StepShape

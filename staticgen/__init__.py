@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from staticgen.custom import custom_generate
     from staticgen.errors import (
         BackendUnavailableError,
+        BundleError,
         CompileError,
         NothingAllowedError,
         RecompileError,
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
         UnknownNameError,
         UnsupportedModelError,
     )
-    from staticgen.generation import generate, stream
+    from staticgen.generation import generate, load, stream
     from staticgen.layouts import Layout, Placement, RowSegment, Segment, register_layout
     from staticgen.prefixes import Prefix, load_prefix
     from staticgen.session import Session
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BackendUnavailableError",
+    "BundleError",
     "CallStats",
     "CompileError",
     "Completed",
@@ -53,6 +55,7 @@ __all__ = [
     "generate",
     "grammar",
     "json_schema",
+    "load",
     "load_prefix",
     "regex",
     "register_layout",
@@ -78,6 +81,7 @@ _MODULES = {
     "grammar": "constraints",
     "json_schema": "constraints",
     "regex": "constraints",
+    "load": "generation",
     "load_prefix": "prefixes",
     "register_layout": "layouts",
     "stream": "generation",

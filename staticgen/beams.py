@@ -7,6 +7,7 @@ model whose forward replays the session's programs, and a cache that is the sess
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,10 +25,16 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from staticgen.calls import Hooks
 from staticgen.contexts import Context
 from staticgen.decoding import Decoding
+from staticgen.facts import StepFacts
 from staticgen.request import Request
 from staticgen.sampling import GeneratedPenalty
-from staticgen.step import Step
 
+# What this release of transformers calls the cache.
+_CACHE_ARGUMENT = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)
 # Settings that transformers' generate takes by the same name.
 _PASSED_ON = (
     "min_length", "min_new_tokens", "do_sample", "temperature", "top_k", "top_p", "top_h", "min_p", "typical_p",
@@ -56,13 +63,13 @@ class _SessionCache(Cache):
 class _SessionModel(PreTrainedModel, GenerationMixin):
     """What transformers believes to be the model: it replays the session's programs."""
 
-    def __init__(self, config: Any, batch_size: int, cache_argument: str):
+    def __init__(self, config: Any, batch_size: int):
         super().__init__(copy.deepcopy(config))
-        self._batch_size, self._cache_argument = batch_size, cache_argument
+        self._batch_size = batch_size
         self._place = torch.nn.Parameter(torch.zeros(0, device="cpu"))  # transformers asks for a device
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {"input_ids": input_ids, "session_cache": kwargs[self._cache_argument]}
+        return {"input_ids": input_ids, "session_cache": kwargs[_CACHE_ARGUMENT]}
 
     def forward(
         self,
@@ -84,13 +91,13 @@ class _SessionModel(PreTrainedModel, GenerationMixin):
             token_ids[:rows], position_ids[:rows] = input_ids[:, -1:], width - 1
             logits = session_cache.context.decode(token_ids, position_ids)[:rows]
         session_cache.length = width
-        kept: dict[str, Any] = {self._cache_argument: session_cache}
+        kept: dict[str, Any] = {_CACHE_ARGUMENT: session_cache}
         return CausalLMOutputWithPast(logits=logits[:, None].clone(), **kept)
 
 
 def search_beams(
     context: Context,
-    step: Step,
+    step: StepFacts,
     batch_size: int,
     prompt: torch.Tensor,
     settings: Decoding,
@@ -113,7 +120,7 @@ def search_beams(
     processors = LogitsProcessorList(hooks.logits_processor)
     if settings.frequency_penalty or settings.presence_penalty:
         processors.append(GeneratedPenalty(len(prompt), settings.frequency_penalty, settings.presence_penalty))
-    model = _SessionModel(step.model.config, batch_size, step.cache_argument)
+    model = _SessionModel(step.config, batch_size)
     with torch.random.fork_rng(devices=[], enabled=settings.seed is not None):
         if settings.seed is not None:
             torch.manual_seed(int(settings.seed))
@@ -123,7 +130,7 @@ def search_beams(
             generation_config=generation_config,
             logits_processor=processors,
             stopping_criteria=StoppingCriteriaList(hooks.stopping_criteria),
-            **{step.cache_argument: _SessionCache(context)},
+            **{_CACHE_ARGUMENT: _SessionCache(context)},
         )
 
 
@@ -153,7 +160,7 @@ def require_beams(request: Request, batch_size: int) -> None:
         )
 
 
-def search_all(context: Context, step: Step, batch_size: int, request: Request, new_tokens: int) -> Any:
+def search_all(context: Context, step: StepFacts, batch_size: int, request: Request, new_tokens: int) -> Any:
     """Beam search from all prompts of a call, one after the other, so that none sees another's padding or end.
 
     Returns:

@@ -188,12 +188,13 @@ def _open(given: Mapping[str, Any], prompts: list[Any], max_length: int) -> tupl
     with console.status("importing"):
         from staticgen import constraints  # noqa: PLC0415
         from staticgen.backends import open_backend  # noqa: PLC0415
-        from staticgen.completions import Completion, check_calls, default_max_length  # noqa: PLC0415
+        from staticgen.completions import Completion, check_calls  # noqa: PLC0415
         from staticgen.layouts import layout_class  # noqa: PLC0415
         from staticgen.limits import default_layout, read_overflow  # noqa: PLC0415
+        from staticgen.models import longest  # noqa: PLC0415
         from staticgen.text import DTYPES, encode_prompt, load_text_model  # noqa: PLC0415
-    dtype = given.get("dtype", "float32")
-    if dtype not in DTYPES:
+    dtype = given.get("dtype")
+    if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
     used = [name for name in CONSTRAINT if name in given]
     if len(used) > 1:
@@ -204,11 +205,11 @@ def _open(given: Mapping[str, Any], prompts: list[Any], max_length: int) -> tupl
     start = time.perf_counter()
     with console.status(f"loading {given.get('model', 'the default model')}"):
         _quiet_transformers()
-        network, tokenizer = load_text_model(given.get("model"), DTYPES[dtype])
+        network, tokenizer = load_text_model(given.get("model"), None if dtype is None else DTYPES[dtype])
     load_seconds = time.perf_counter() - start
     elsewhere = {**MODEL, **LAYOUT, **CONSTRAINT}
     arguments = {name: value for name, value in given.items() if name not in elsewhere}
-    arguments.setdefault("max_length", default_max_length(network, max_length))
+    arguments.setdefault("max_length", longest(network, max_length))
     decoding = {name: value for name, value in arguments.items() if name not in SESSION and name != "stop"}
     check_calls(network, [encode_prompt(tokenizer, prompt) for prompt in prompts], decoding, arguments)
     for name in used:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from staticgen.calls import as_list, require_streamer
+from staticgen.compiled import CompiledModel
 from staticgen.decoding import Decoding, is_int
 from staticgen.detokenize import RowText, read_stop
-from staticgen.generation import DEFAULT_MAX_LENGTH
 from staticgen.layouts import layout_class
 from staticgen.limits import default_layout, new_token_count, read_overflow, require_count
+from staticgen.models import longest, read_model
 from staticgen.request import read_request
 from staticgen.session import Session
-from staticgen.step import check_model, position_limit
+from staticgen.sources import DEFAULT_MAX_LENGTH
 from staticgen.text import encode_prompt
 
 _SESSION = set(inspect.signature(Session).parameters) - {"model", "max_length"}
@@ -44,7 +46,7 @@ class Completed:
 
 
 def check_calls(
-    model: PreTrainedModel,
+    model: Any,
     prompts: Sequence[list[int]],
     decoding: Mapping[str, Any],
     session_arguments: Mapping[str, Any],
@@ -52,7 +54,7 @@ def check_calls(
     """Refuse what a session would refuse, before it is made or anything runs; the settings as it reads them.
 
     Args:
-        model: of transformers.
+        model: of transformers, or compiled.
         prompts: ids of each prompt.
         decoding: for :meth:`staticgen.Session.generate`.
         session_arguments: of :class:`staticgen.Session`, with ``max_length``.
@@ -62,7 +64,7 @@ def check_calls(
     """
     rest = dict(decoding)
     config = rest.pop("generation_config", None)
-    layout = session_arguments.get("layout") or default_layout(session_arguments.get("overflow"))
+    layout = session_arguments.get("layout") or default_layout(session_arguments.get("overflow"), model)
     overflow = rest.get("overflow") or session_arguments.get("overflow")
     policy = read_overflow(overflow, layout, layout_class(layout))
 
@@ -80,13 +82,7 @@ def check_calls(
     return settings
 
 
-def default_max_length(model: PreTrainedModel, most: int) -> int:
-    """``most`` tokens, or as many as the model has positions for; the last token needs none."""
-    limit = position_limit(model)
-    return most if limit is None else min(most, limit + 1)
-
-
-def completion(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> Completion:
+def completion(model: Any, tokenizer: PreTrainedTokenizerBase | None = None, **arguments: Any) -> Completion:
     """A function from prompts to texts: ``completion(model, tokenizer)("say something")``.
 
     Everything is compiled here, once. See :class:`Completion` for the arguments and the errors.
@@ -98,7 +94,8 @@ class Completion:
     """Completes prompts, any number of times, with one session.
 
     Args:
-        model, tokenizer: of transformers, on the CPU; the tokenizer is the model's.
+        model: of transformers, on the CPU; or the folder of a bundle.
+        tokenizer: the model's; a bundle has its own.
         samples: None for one text a prompt; a number for a list of that many, which takes ``do_sample`` or
             ``num_beams``.
         stop: a string or several. A text ends at the token that completes one, and does not hold it; see
@@ -106,7 +103,7 @@ class Completion:
         max_tokens: new tokens at most; transformers' name for it, ``max_new_tokens``, does as well.
         skip_special_tokens: whether special tokens are left out of the text.
         max_length: tokens of prompt and text together, padding included; sizes the session. None for 512, or for
-            the model's positions if they are fewer.
+            the model's positions if they are fewer. The session of a bundle has the bundle's, and this may be less.
         arguments: all others of :class:`staticgen.Session` (``backend``, ``batch_size``, ``layout`` ...) and of
             :meth:`staticgen.Session.generate` (``do_sample``, ``temperature``, ``seed``, ``generation_config`` ...).
             These, and those above, may also be given for one call, and win there; only what the session was made
@@ -123,8 +120,8 @@ class Completion:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         samples: int | None = None,
         stop: str | Sequence[str] | None = None,
@@ -133,11 +130,19 @@ class Completion:
         max_length: int | None = None,
         **arguments: Any,
     ):
+        if isinstance(model, str | os.PathLike):
+            model = read_model(model)
+        compiled = model if isinstance(model, CompiledModel) else None
+        if tokenizer is None and compiled is not None:
+            tokenizer = compiled.tokenizer
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise TypeError(f"tokenizer is a {type(tokenizer).__name__}, expected the model's transformers tokenizer")
-        check_model(model)
+        model = read_model(model)
         if max_length is None:
-            max_length = default_max_length(model, DEFAULT_MAX_LENGTH)
+            max_length = longest(model, DEFAULT_MAX_LENGTH)
+        elif compiled is not None:
+            arguments.setdefault("max_length", max_length)  # of calls; the session has the bundle's
+            max_length = compiled.max_length
         self._model, self.tokenizer = model, tokenizer
         self._session_arguments: dict[str, Any] = {"max_length": max_length}
         self._session_arguments |= {name: arguments.pop(name) for name in _SESSION & set(arguments)}
@@ -146,7 +151,8 @@ class Completion:
             self._defaults["max_tokens"] = max_tokens
         require_count("max_length", max_length, least=2)
         beams = self._check([], self._read({})).num_beams
-        self._session_arguments.setdefault("batch_size", beams)
+        if compiled is None:
+            self._session_arguments.setdefault("batch_size", beams)
         self.session = Session(model, **self._session_arguments)
 
     def __repr__(self) -> str:

@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from staticgen.calls import Hooks
 from staticgen.decoding import read_decoding
 from staticgen.generation import session_for
 from staticgen.limits import default_layout, new_token_count
+from staticgen.models import vocab_size
 from staticgen.prompts import read_prompts
 from staticgen.request import Request
-from staticgen.step import vocab_size
 
 
 def custom_generate(
-    model: PreTrainedModel,
+    model: Any,
     input_ids: torch.Tensor,
     logits_processor: LogitsProcessorList | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
@@ -79,6 +79,6 @@ def custom_generate(
     return session.run_to_end(Request(prompts, settings, hooks, overflow))
 
 
-def _neutral(model: PreTrainedModel) -> dict[str, Any]:
+def _neutral(model: Any) -> dict[str, Any]:
     """Fields that the model's own config sets, set to their defaults: transformers has made processors of them."""
     return dict.fromkeys(name for name, value in model.generation_config.to_dict().items() if value is not None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 # The fields that are honoured, with the value each has when neither the call nor the model sets it
 # (transformers' own defaults, except that lengths are dealt with by the caller).
@@ -152,9 +152,7 @@ class Decoding:
         return 0 if self.pad_token_id is None else self.pad_token_id
 
 
-def read_decoding(
-    model: PreTrainedModel, generation_config: GenerationConfig | None, arguments: Mapping[str, Any]
-) -> Decoding:
+def read_decoding(model: Any, generation_config: GenerationConfig | None, arguments: Mapping[str, Any]) -> Decoding:
     """Settings of one call: ``arguments`` before ``generation_config`` before the model's own.
 
     Raises:

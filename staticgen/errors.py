@@ -33,3 +33,7 @@ class CompileError(RuntimeError):
 
 class NothingAllowedError(ValueError):
     """A token mask left a running row no token to take; the message names the row, the step and the reason."""
+
+
+class BundleError(RuntimeError):
+    """A bundle cannot be used: damaged, of another version, or for another target; says which file and what to do."""

@@ -41,7 +41,7 @@ _plans: weakref.WeakKeyDictionary[Step, _Plan] = weakref.WeakKeyDictionary()
 
 
 class FedStep(nn.Module):
-    """A step with the inputs of :func:`feeds_of` in place of token ids and positions; see :class:`staticgen.step.Step`.
+    """A step with the inputs of :func:`find_feeds` in place of token ids and positions; see :class:`staticgen.step.Step`.
 
     Its outputs are those of the step.
     """
@@ -60,7 +60,7 @@ class FedStep(nn.Module):
         return _run_fed(self.step, self._plan, fed, keys, values)
 
 
-def feeds_of(step: Step) -> Feeds:
+def find_feeds(step: Step) -> Feeds:
     """What the host works out for this step.
 
     Raises:
@@ -72,7 +72,7 @@ def feeds_of(step: Step) -> Feeds:
 def fed_inputs(step: Step, shape: StepShape) -> tuple[torch.Tensor, ...]:
     """Inputs of a :class:`FedStep` of the right sizes, with an empty cache, to trace with."""
     past = step.example_inputs(shape)[3 + len(step.cache_spec.windows) :]
-    return (*feeds_of(step).example(shape), *past)
+    return (*find_feeds(step).example(shape), *past)
 
 
 @torch.no_grad()
@@ -104,45 +104,48 @@ class _FedCache(StepCache):
 
 def _find_plan(step: Step) -> _Plan:
     shape = StepShape(1, _TOKENS if step.position_limit is None else min(_TOKENS, step.position_limit), _SLOTS)
-    _, _, first, *cache = step.example_inputs(shape)
+    _, positions, first, *cache = step.example_inputs(shape)
     groups = len(step.cache_spec.windows)
     slots, past = cache[:groups], cache[groups:]
     keys, values = past[: step.layers], past[step.layers :]
     far = 200 if step.position_limit is None else min(200, step.position_limit - 1)
-    positions = torch.linspace(0, far, shape.tokens, device="cpu").round().long()[None]
+    spread = torch.linspace(0, far, shape.tokens, device="cpu").round().long()[None]
     ids = (torch.arange(shape.tokens, device="cpu")[None] * 7 + 1).remainder(step.vocab_size)
     inputs = HostInputs(ids, positions, first, slots)
 
     seen = _SeenCache(step.form, positions, first, step._past(slots, keys, values))
-    with _outputs(step.model, _table_names(step.model)) as outputs:
-        expected = step._run(ids, positions, seen)
+    expected = step._run(ids, positions, seen)
     masks = _mask_parts(step, seen.asked)
-    embeddings, rotaries = _embedding_part(step, outputs, ids), _rotary_parts(step, outputs, positions)
+    with _outputs(step.model, _table_names(step.model)) as outputs:  # positions far apart tell frequencies apart
+        step._run(ids, spread, StepCache(step.form, spread, first, step._past(slots, keys, values)))
+    embeddings, rotaries = _embedding_part(step, outputs, ids), _rotary_parts(step, outputs, spread)
     # A model may look at its ids or positions elsewhere too: they are left out where other ones change nothing.
     for taken in ((embeddings, rotaries), (embeddings, _Rotaries()), (None, rotaries), (None, _Rotaries())):
-        plan = _make_plan(step, *taken, masks)
-        everything = _plan_with(plan, [TokenIds(), PositionIds()])
-        logits = _feed(step, everything, inputs, keys, values)
+        parts, tensors = _parts_of(step, *taken)
+        plan = _Plan(Feeds([TokenIds(), PositionIds(), *parts, *masks], tensors), taken[1].calls)
+        logits = _feed(step, plan, inputs, keys, values)
         near = 1e-5 if step.dtype == torch.float32 else 0.02
         if not (logits - expected).abs().max() <= near * expected.abs().max():
             continue
-        other_ids = HostInputs((ids + 3).remainder(step.vocab_size), positions, first, slots)
-        other_positions = torch.roll(positions, 1, 1)
-        needed: list[Feed] = []
-        if taken[0] is None or not torch.equal(logits, _feed(step, everything, other_ids, keys, values, inputs)):
-            needed.append(TokenIds())
-        other = HostInputs(ids, other_positions, first, slots)
-        if not torch.equal(logits, _feed(step, everything, other, keys, values, inputs)):
-            needed.append(PositionIds())
-        return _plan_with(plan, needed)
+        # Ids are left out only if any others would do; positions far out change what scales with them, and are no index.
+        others = [(TokenIds(), (ids + 3).remainder(step.vocab_size)), (PositionIds(), positions + 1_000_003)]
+        for part, other in others:
+            if _matters(step, plan, part, other, (inputs, keys, values), logits):
+                parts.insert(0, part)
+        return _Plan(Feeds([*parts, *masks], tensors), plan.rotaries)
     raise UnsupportedModelError(
         f"model_type {step.model.config.model_type!r} cannot be fed from the host: its logits change when its masks "
         "come from outside"
     )
 
 
-def _plan_with(plan: _Plan, more: Sequence[Feed]) -> _Plan:
-    return _Plan(Feeds([*more, *plan.feeds.parts], plan.feeds.tensors), plan.rotaries)
+def _matters(step: Step, plan: _Plan, part: Feed, other: torch.Tensor, run: Any, logits: torch.Tensor) -> bool:
+    inputs, keys, values = run
+    changed = HostInputs(other, other, inputs.first_positions, inputs.slot_positions)
+    try:
+        return not torch.equal(logits, _feed(step, plan, inputs, keys, values, {part.name: changed}))
+    except (IndexError, RuntimeError):
+        return True
 
 
 @dataclass
@@ -153,7 +156,9 @@ class _Rotaries:
     calls: dict[str, list[int]] = field(default_factory=dict)
 
 
-def _make_plan(step: Step, embeddings: Embeddings | None, rotaries: _Rotaries, masks: Sequence[Feed]) -> _Plan:
+def _parts_of(
+    step: Step, embeddings: Embeddings | None, rotaries: _Rotaries
+) -> tuple[list[Feed], dict[str, torch.Tensor]]:
     parts: list[Feed] = []
     tensors: dict[str, torch.Tensor] = {}
     if embeddings is not None:
@@ -163,7 +168,7 @@ def _make_plan(step: Step, embeddings: Embeddings | None, rotaries: _Rotaries, m
         precision = str(dtype).removeprefix("torch.")
         parts += [Rotary(function, table, scale, precision) for function in ("cos", "sin")]
         tensors[f"frequencies.{table}"] = frequencies
-    return _Plan(Feeds([*parts, *masks], tensors), rotaries.calls)
+    return parts, tensors
 
 
 def _feed(
@@ -172,15 +177,15 @@ def _feed(
     inputs: HostInputs,
     keys: Sequence[torch.Tensor],
     values: Sequence[torch.Tensor],
-    rest: HostInputs | None = None,
+    instead: Mapping[str, HostInputs] | None = None,
 ) -> torch.Tensor:
-    """Logits of a fed step; ids and positions as in ``inputs``, what is worked out from them as in ``rest``."""
+    """Logits of a fed step; the parts that ``instead`` names are worked out from other inputs."""
     batch, tokens = inputs.token_ids.shape
     shape = StepShape(batch, tokens, _SLOTS)
     fed = {}
     for part in plan.feeds.parts:
         (out,) = Feeds([part], plan.feeds.tensors).buffers(shape)
-        part.write_(out, inputs if rest is None or isinstance(part, TokenIds) else rest, plan.feeds.tensors)
+        part.write_(out, (instead or {}).get(part.name, inputs), plan.feeds.tensors)
         fed[part.name] = out
     return _run_fed(step, plan, fed, keys, values)[0]
 

@@ -7,11 +7,14 @@ is made for a step by :mod:`staticgen.fed`, or of a description and tensors from
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from staticgen import masks
 from staticgen.shapes import EMPTY, StepShape, slots_of
@@ -241,3 +244,20 @@ class Feeds:
 
     def _dtype(self, part: Feed) -> torch.dtype:
         return self.tensors["embedding"].dtype if isinstance(part, Embeddings) else part.dtype
+
+
+def write_feeds(feeds: Feeds, folder: Path) -> dict[str, Path]:
+    """Write ``feeds.json`` and ``feeds.safetensors``; their paths, as ``feeds`` and ``feed_tensors``."""
+    paths = {"feeds": folder / "feeds.json", "feed_tensors": folder / "feeds.safetensors"}
+    paths["feeds"].write_text(json.dumps(feeds.describe(), indent=1) + "\n", encoding="utf-8")
+    save_file({name: tensor.contiguous() for name, tensor in feeds.tensors.items()}, paths["feed_tensors"])
+    return paths
+
+
+def read_feeds(description: Path, tensors: Path) -> Feeds:
+    """The feeds that :func:`write_feeds` wrote; the tensors stay in their file, which is mapped into memory.
+
+    Raises:
+        ValueError: see :meth:`Feeds.load`.
+    """
+    return Feeds.load(json.loads(description.read_text(encoding="utf-8")), load_file(tensors))

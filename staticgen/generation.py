@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import warnings
 import weakref
@@ -11,24 +12,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
+from staticgen.compiled import CompiledModel
 from staticgen.decoding import Decoding
 from staticgen.layouts import layout_class
 from staticgen.limits import ENDLESS, default_layout, new_token_count, read_overflow
+from staticgen.models import longest, position_limit, read_model
 from staticgen.prompts import Prompts
 from staticgen.ready import warn_that_keys_win
 from staticgen.request import Request, read_request
 from staticgen.session import Session
-from staticgen.step import check_model, position_limit
+from staticgen.sources import DEFAULT_MAX_LENGTH
 
-DEFAULT_MAX_LENGTH = 512
 # Sessions kept for one model; the one that was used longest ago goes first.
 SESSIONS_PER_MODEL = 4
 
 
 def generate(
-    model: PreTrainedModel,
+    model: Any,
     ids: Any,
     attention_mask: Any = None,
     *,
@@ -52,7 +54,7 @@ def generate(
     length, mask or decoding setting. When the model's weights have changed, it compiles anew.
 
     Args:
-        model: a causal decoder of transformers, on the CPU.
+        model: a causal decoder of transformers, on the CPU, or the folder of a bundle; see :class:`staticgen.Session`.
         ids: int64 [B, T] or [T]: tensor, numpy array, list of ids or (ragged) list of lists.
         attention_mask: [B, T], 1 on real tokens, 0 on the padding at the left.
         max_length: tokens of a row, prompt and padding included; sizes the buffers.
@@ -83,7 +85,7 @@ def generate(
 
 
 def stream(
-    model: PreTrainedModel,
+    model: Any,
     ids: Any,
     attention_mask: Any = None,
     *,
@@ -114,8 +116,26 @@ def stream(
     return session.run(request)
 
 
+def load(folder: str | os.PathLike[str], **arguments: Any) -> Session:
+    """A session of the bundle in ``folder``: ``staticgen.load("bundle").generate(ids)``.
+
+    Its files are checked first, each against the manifest; programs are then read while the session is in use already.
+
+    Args:
+        folder: what ``staticgen compile`` wrote.
+        arguments: of :class:`staticgen.Session`, but for what the bundle was compiled for.
+
+    Raises:
+        FileNotFoundError, BundleError: it is no bundle, or one that cannot be used here.
+        TypeError, ValueError, BackendUnavailableError: see :class:`staticgen.Session`.
+    """
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"folder is a {type(folder).__name__}, expected the path of a bundle")
+    return Session(folder, **arguments)
+
+
 def _prepare(
-    model: PreTrainedModel,
+    model: Any,
     ids: Any,
     attention_mask: Any,
     generation_config: GenerationConfig | None,
@@ -125,9 +145,9 @@ def _prepare(
     overflow: str | None,
     **session_arguments: Any,
 ) -> tuple[Session, Request]:
-    check_model(model)
+    model = read_model(model)
     rest = dict(arguments)
-    layout = _layout(layout, rest.pop("cache_implementation", None), overflow, rest.get("past_key_values"))
+    layout = _layout(model, layout, rest.pop("cache_implementation", None), overflow, rest.get("past_key_values"))
     policy = read_overflow(overflow, layout, layout_class(layout))
     request = read_request(model, ids, attention_mask, generation_config, {**rest, "overflow": overflow})
     prompts, settings = request.prompts, request.settings
@@ -135,27 +155,32 @@ def _prepare(
     new_token_count(prompts, settings, capacity, policy)
     # Beams are searched for one prompt after the other.
     rows = settings.num_beams if settings.num_beams > 1 else prompts.batch * settings.num_return_sequences
-    session = session_for(model, max_length=capacity, batch_size=rows, layout=layout, **session_arguments)
+    sizes = {} if isinstance(model, CompiledModel) else {"max_length": capacity, "batch_size": rows}
+    session = session_for(model, **sizes, layout=layout, **session_arguments)
     return session, request
 
 
-def _layout(layout: str | None, cache_implementation: str | None, overflow: str | None, past_key_values: Any) -> str:
+def _layout(
+    model: Any, layout: str | None, cache_implementation: str | None, overflow: str | None, past_key_values: Any
+) -> str:
     """The layout of a call; ``cache_implementation`` is transformers' name for it."""
     if layout is not None:
         layout_class(layout)
     if cache_implementation is not None:
         layout_class(cache_implementation)
         if past_key_values is not None:
-            warn_that_keys_win(cache_implementation, layout or default_layout(overflow))
+            warn_that_keys_win(cache_implementation, layout or default_layout(overflow, model))
         elif layout is None:
             return cache_implementation
         elif layout.strip().lower() != cache_implementation.strip().lower():
             raise ValueError(f"layout={layout!r} and cache_implementation={cache_implementation!r} differ; give one")
-    return default_layout(overflow) if layout is None else layout
+    return default_layout(overflow, model) if layout is None else layout
 
 
-def _capacity(model: PreTrainedModel, prompts: Prompts, settings: Decoding, overflow: str) -> int:
+def _capacity(model: Any, prompts: Prompts, settings: Decoding, overflow: str) -> int:
     """Tokens of a row that the buffers must hold."""
+    if isinstance(model, CompiledModel):
+        return model.max_length
     limit = position_limit(model)
     if limit is not None and prompts.width > limit and overflow not in ENDLESS:
         raise ValueError(
@@ -167,7 +192,7 @@ def _capacity(model: PreTrainedModel, prompts: Prompts, settings: Decoding, over
         needed = prompts.width + settings.max_new_tokens
         rounded = max(64, 1 << (needed - 1).bit_length())
         return rounded if limit is None else max(needed, min(rounded, limit + 1))
-    capacity = DEFAULT_MAX_LENGTH if limit is None else min(DEFAULT_MAX_LENGTH, limit + 1)
+    capacity = longest(model, DEFAULT_MAX_LENGTH)
     warnings.warn(
         f"neither max_length nor max_new_tokens is given: generating up to max_length={capacity}",
         UserWarning,
@@ -181,11 +206,11 @@ def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # A session refers to a copy of the model's modules, not to the model, so that its entry dies with the model.
-_sessions: weakref.WeakKeyDictionary[PreTrainedModel, OrderedDict[str, Session]] = weakref.WeakKeyDictionary()
+_sessions: weakref.WeakKeyDictionary[Any, OrderedDict[str, Session]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def session_for(model: PreTrainedModel, **arguments: Any) -> Session:
+def session_for(model: Any, **arguments: Any) -> Session:
     """The session kept for this model and these arguments of :class:`Session`; made if there is none.
 
     One that was compiled from other weights than the model has now is dropped.

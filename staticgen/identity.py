@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,9 +12,13 @@ import torch
 from torch import nn
 
 from staticgen.shapes import CacheSpec, LayerSpec
-from staticgen.step import Step, computing_fields
 
 _SAMPLES = 512  # words of each tensor that are digested in their order; of the others only the sum
+# Of a config: what changes no logit and is set by saving, say.
+_IDLE_FIELDS = {
+    "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "torch_dtype",
+    "transformers_version", "use_cache",
+}  # fmt: skip
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -58,12 +61,17 @@ class Identity:
         return cls(CacheSpec(tuple(_layer(layer) for layer in layers), dtype), config, strings["weights"])
 
 
-def identity_of(step: Step) -> Identity:
-    """The identity of the model of a step; read once, with all its weights."""
-    if step not in _identities:
-        config = json.loads(json.dumps(computing_fields(step.model.config.to_dict()), sort_keys=True, default=repr))
-        _identities[step] = Identity(step.cache_spec, config, _digest(step.model))
-    return _identities[step]
+def identity_of(model: nn.Module, config: Any, spec: CacheSpec) -> Identity:
+    """The identity of a transformers model that caches ``spec``; all its weights are read."""
+    fields = json.loads(json.dumps(computing_fields(config.to_dict()), sort_keys=True, default=repr))
+    return Identity(spec, fields, _digest(model))
+
+
+def computing_fields(config: Any) -> Any:
+    """A config as nested dicts, without what changes no logit and is set by saving, say."""
+    if not isinstance(config, dict):
+        return config
+    return {name: computing_fields(value) for name, value in config.items() if name not in _IDLE_FIELDS}
 
 
 def difference(found: Identity, expected: Identity) -> str | None:
@@ -85,9 +93,6 @@ def _fields(one: Identity, other: Identity) -> Iterator[tuple[str, object, objec
     for name in sorted({*one.config, *other.config}):
         yield f"config.{name}", one.config.get(name), other.config.get(name)
     yield "weights with digest", one.weights, other.weights
-
-
-_identities: weakref.WeakKeyDictionary[Step, Identity] = weakref.WeakKeyDictionary()
 
 
 def _digest(model: nn.Module) -> str:

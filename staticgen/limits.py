@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from staticgen.compiled import CompiledModel
 from staticgen.decoding import Decoding, is_int
 from staticgen.errors import UnknownNameError
+from staticgen.facts import StepFacts
 from staticgen.layouts import OVERFLOW, Layout
 from staticgen.prompts import Prompts
 from staticgen.shapes import CacheSpec
-from staticgen.step import Step
 
 # Policies under which a row may be longer than the cache.
 ENDLESS = ("slide", "sink")
@@ -69,9 +70,11 @@ def _endless_count(prompts: Prompts, settings: Decoding, capacity: int) -> int:
     return limit - prompts.width
 
 
-def default_layout(overflow: Any) -> str:
-    """The layout where none is named."""
-    return "sink" if isinstance(overflow, str) and overflow.strip().lower() == "sink" else "ring"
+def default_layout(overflow: Any, model: Any = None) -> str:
+    """The layout where none is named: of ``"sink"`` that one, else that of a compiled ``model``, or ``"ring"``."""
+    if isinstance(overflow, str) and overflow.strip().lower() == "sink":
+        return "sink"
+    return model.layout if isinstance(model, CompiledModel) else "ring"
 
 
 def read_overflow(given: Any, layout: str, cls: type[Layout]) -> str:
@@ -95,7 +98,7 @@ def read_overflow(given: Any, layout: str, cls: type[Layout]) -> str:
     return name
 
 
-def require_positions(step: Step, max_length: int, overflow: str = "error", capacity: int | None = None) -> None:
+def require_positions(step: StepFacts, max_length: int, overflow: str = "error", capacity: int | None = None) -> None:
     """Refuse what the model has no positions for.
 
     ``capacity`` is that of a layout that keeps positions below it.
@@ -103,7 +106,7 @@ def require_positions(step: Step, max_length: int, overflow: str = "error", capa
     limit = step.position_limit
     if limit is None:
         return
-    kind = step.model.config.model_type
+    kind = step.model_type
     if overflow == "slide":
         raise ValueError(
             f"overflow='slide' lets positions go on, but model_type {kind!r} has {limit} positions; use layout='none', "

@@ -17,13 +17,13 @@ import torch
 from transformers import Cache
 
 from staticgen.contexts import Context
-from staticgen.identity import Identity, difference, identity_of
+from staticgen.facts import StepFacts
+from staticgen.identity import Identity, difference
 from staticgen.layouts import Layout
 from staticgen.prompts import Prompts, read_prompts
 from staticgen.ready import ReadyKeys, layers_of, ready_from_spans
 from staticgen.shapes import CacheSpec, LayerSpec
 from staticgen.spans import KVSpan, usable_lengths
-from staticgen.step import Step
 
 _FORMAT, _VERSION = "staticgen-prefix", "1"
 
@@ -74,7 +74,7 @@ class Prefix:
         """Tokens that stand before the ids of a call: n of a learned prefix, otherwise none, as the ids hold them."""
         return len(self) if self._token_ids is None else 0
 
-    def ready(self, prompts: Prompts, step: Step, batch: int, most: int) -> ReadyKeys | None:
+    def ready(self, prompts: Prompts, step: StepFacts, batch: int, most: int) -> ReadyKeys | None:
         """Its keys and values for these prompts; None where they cannot be used and everything must run.
 
         Args:
@@ -86,7 +86,7 @@ class Prefix:
         Raises:
             ValueError: it is for another model, or a prompt does not begin with it.
         """
-        if different := difference(self.identity, identity_of(step)):
+        if different := difference(self.identity, step.identity()):
             raise ValueError(f"prefix was made for another model than the session's: it has {different}")
         count = len(self)
         if self._token_ids is None:
@@ -174,7 +174,7 @@ def require_prefix_layout(layout: str, cls: type[Layout], argument: str) -> None
         )
 
 
-def prefix_of_tokens(ids: Any, step: Step, context: Context, most: int) -> Prefix:
+def prefix_of_tokens(ids: Any, step: StepFacts, context: Context, most: int) -> Prefix:
     """Run the tokens of one row, int64 [n] or [1, n], in a session's context, and take out what it caches of them.
 
     ``most`` is how many tokens of a row the context keeps.
@@ -194,10 +194,10 @@ def prefix_of_tokens(ids: Any, step: Step, context: Context, most: int) -> Prefi
     span = context.read(0, 0, count)
     if span is None:
         raise ValueError("the session's layout does not keep all tokens of ids; use layout='ring'")
-    return Prefix(identity_of(step), span, prompts.rows[0])
+    return Prefix(step.identity(), span, prompts.rows[0])
 
 
-def prefix_of_keys_values(keys_values: Any, step: Step) -> Prefix:
+def prefix_of_keys_values(keys_values: Any, step: StepFacts) -> Prefix:
     """A learned prefix.
 
     Args:
@@ -213,7 +213,7 @@ def prefix_of_keys_values(keys_values: Any, step: Step) -> Prefix:
     count = max(keys.shape[1] for keys, _ in pairs)
     if count == 0:
         raise ValueError("keys_values holds no token")
-    return Prefix(identity_of(step), _span(pairs, spec, count, "keys_values: "), None)
+    return Prefix(step.identity(), _span(pairs, spec, count, "keys_values: "), None)
 
 
 def _pairs(keys_values: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
+from concurrent.futures import Future
 
 import numpy as np
 import torch
 
-from staticgen.backends.base import Backend, Program
+from staticgen.backends.base import Program
 from staticgen.cache import KVBuffers, KVCache
 from staticgen.errors import RecompileError
 from staticgen.shapes import StepShape
+from staticgen.sources import Source
 from staticgen.stats import SessionStats
-from staticgen.step import Step
 
 
 class Programs:
-    """The step of a model, compiled by a backend for some sizes."""
+    """The step of a model at some sizes, for a batch."""
 
-    def __init__(self, step: Step, backend: Backend, batch: int, stats: SessionStats):
-        self.step, self.backend, self.batch = step, backend, batch
-        self._stats = stats
-        self._programs: dict[StepShape, Program] = {}
+    def __init__(self, source: Source, stats: SessionStats):
+        self.step, self.backend, self.batch = source.step, source.backend, source.batch_size
+        self._source, self._stats = source, stats
+        self._programs: dict[StepShape, Program | Future[Program]] = {}
 
     def prepare(self, sizes: Iterable[tuple[int, int]]) -> None:
-        """Compile what is missing of these sizes, (tokens, cache length) each."""
-        for tokens, cache_length in sizes:
-            shape = StepShape(self.batch, tokens, cache_length)
-            if shape not in self._programs:
-                start = time.perf_counter()
-                self._programs[shape] = self.backend.compile(self.step, shape)
-                self._stats.compiles += 1
-                self._stats.compile_seconds += time.perf_counter() - start
+        """Get what is missing of these sizes, (tokens, cache length) each."""
+        shapes = dict.fromkeys(StepShape(self.batch, tokens, cache_length) for tokens, cache_length in sizes)
+        missing = [shape for shape in shapes if shape not in self._programs]
+        self._programs.update(self._source.programs(missing, self._stats))
 
     def run(
         self, token_ids: torch.Tensor, position_ids: torch.Tensor, first_positions: torch.Tensor, cache: KVCache
@@ -49,7 +45,10 @@ class Programs:
             raise RecompileError(
                 f"the step {shape} is not among those compiled: {sizes}; nothing compiles after warm-up"
             )
-        logits, new = self._programs[shape](token_ids, position_ids, first_positions, cache)
+        program = self._programs[shape]
+        if isinstance(program, Future):  # it is being read from a file
+            program = self._programs[shape] = program.result()
+        logits, new = program(token_ids, position_ids, first_positions, cache)
         self._stats.replays += 1
         if np.isnan(logits.numpy().max(axis=1)).any():  # in this thread, like the argmax of a Sampler
             raise ArithmeticError(

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from staticgen.calls import HOOKS, Hooks, read_hooks
 from staticgen.decoding import Decoding, read_decoding
+from staticgen.models import vocab_size
 from staticgen.prefixes import after_prefix, read_prefix
 from staticgen.prompts import Prompts, read_prompts
-from staticgen.step import vocab_size
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Request:
 
 
 def read_request(
-    model: PreTrainedModel,
+    model: Any,
     ids: Any,
     attention_mask: Any,
     generation_config: GenerationConfig | None,

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from staticgen.backends import Backend, open_backend
-from staticgen.beams import require_beams, search_all
+from staticgen.backends import Backend
 from staticgen.calls import Call
 from staticgen.contexts import CachedContext, Context, RecomputedContext
 from staticgen.errors import StaleSessionError
@@ -21,8 +19,6 @@ from staticgen.layouts import layout_class, layout_factory
 from staticgen.limits import (
     ENDLESS,
     default_layout,
-    fit_buckets,
-    fit_cache_sizes,
     needed_lengths,
     new_token_count,
     read_overflow,
@@ -30,6 +26,7 @@ from staticgen.limits import (
     require_positions,
 )
 from staticgen.many import require_plain, run_many
+from staticgen.models import read_model
 from staticgen.prefix_cache import PrefixCache, Recorder
 from staticgen.prefixes import Prefix, prefix_of_keys_values, prefix_of_tokens, require_prefix_layout
 from staticgen.programs import Programs
@@ -37,8 +34,8 @@ from staticgen.progress import bar
 from staticgen.prompts import Prompts
 from staticgen.ready import ReadyKeys, read_past_key_values, warn_that_keys_win
 from staticgen.request import Request, read_request
+from staticgen.sources import open_source
 from staticgen.stats import CallStats, SessionStats
-from staticgen.step import model_stamp, step_for
 
 
 class Session:
@@ -48,12 +45,14 @@ class Session:
     ``batch_size``, masks, decoding settings and overflow policies vary freely and compile nothing.
 
     Args:
-        model: a causal decoder of transformers on the CPU; it stays as it is and shares its weights.
-        max_length: tokens of a row, prompt and padding included; sizes the cache.
-        batch_size: rows of the compiled steps; calls may have fewer prompts.
+        model: a causal decoder of transformers on the CPU, which stays as it is and shares its weights; or the folder
+            of a bundle that ``staticgen compile`` made. What a bundle was compiled for (sizes, backend) is fixed:
+            those arguments are left out, or the same.
+        max_length: tokens of a row, prompt and padding included; sizes the cache. None for 512.
+        batch_size: rows of the compiled steps; calls may have fewer prompts. None for 1.
         backend: ``"auto"`` or a name of :data:`staticgen.backends.BACKENDS`.
         layout: which slots the tokens take: ``"ring"``, ``"shift"``, ``"sink"``, ``"none"`` or one that was
-            registered by :func:`staticgen.register_layout`. None: ``"sink"`` for that overflow, else ``"ring"``.
+            registered by :func:`staticgen.register_layout`. None: ``"sink"`` for that overflow, else the bundle's or ``"ring"``.
         layout_options: the layout's parameters; see :meth:`set_cache_implementation`.
         overflow: what becomes of a call that needs more than ``max_length``, unless the call says otherwise.
             ``"error"`` refuses it before it starts. ``"stop"`` ends it at ``max_length``, with finish reason
@@ -77,16 +76,17 @@ class Session:
         UnsupportedModelError: the model cannot run as a static step.
         BackendUnavailableError: the backend's library or device is not here.
         CompileError: the compiler refused.
+        BundleError, FileNotFoundError: the bundle cannot be used; the message says why.
         ValueError, TypeError: a bad argument; nothing has been compiled then.
     """
 
     @torch.inference_mode(False)
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: Any,
         *,
-        max_length: int = 512,
-        batch_size: int = 1,
+        max_length: int | None = None,
+        batch_size: int | None = None,
         backend: str = "auto",
         layout: str | None = None,
         layout_options: Mapping[str, Any] | None = None,
@@ -97,20 +97,21 @@ class Session:
         device: str | None = None,
         backend_options: Mapping[str, str] | None = None,
     ):
-        self.max_length = require_count("max_length", max_length, least=2)
-        self.batch_size = require_count("batch_size", batch_size, least=1)
-        layout = default_layout(overflow) if layout is None else layout
+        model = read_model(model)
+        layout = default_layout(overflow, model) if layout is None else layout
         policy = read_overflow(overflow, layout, layout_class(layout))
         self._asked_overflow = None if overflow is None else policy
         budget = 0 if prefix_cache is None else require_count("prefix_cache", prefix_cache, least=0)
-        self.backend: Backend = open_backend(backend, device, backend_options)
-        self.prefill_buckets = fit_buckets(prefill_buckets, self.backend.prefill_buckets, self.max_length)
-        self.cache_sizes = fit_cache_sizes(cache_sizes, self.backend.cache_sizes, self.max_length)
-        self._step = step_for(model, self.backend.form)
-        self._model = weakref.ref(model)
+        source = self._source = open_source(
+            model, max_length, batch_size, backend, device, backend_options, prefill_buckets, cache_sizes
+        )
+        self.max_length, self.batch_size = source.max_length, source.batch_size
+        self.backend: Backend = source.backend
+        self.prefill_buckets, self.cache_sizes = source.prefill_buckets, source.cache_sizes
+        self._step = source.step
         self._lock = Lock()
         self.stats = SessionStats()
-        self._programs = Programs(self._step, self.backend, self.batch_size, self.stats)
+        self._programs = Programs(source, self.stats)
         self._prefix_cache = PrefixCache(budget, self._step.cache_spec, self.stats) if budget else None
         self._recorder: Recorder | None = None
         self._set_layout(layout, layout_options or {}, overflow)
@@ -175,13 +176,13 @@ class Session:
 
     def __repr__(self) -> str:
         return (
-            f"Session({self._step.model.config.model_type}, backend={self.backend.description!r}, layout={self.layout!r}, "
+            f"Session({self._step.model_type}, backend={self.backend.description!r}, layout={self.layout!r}, "
             f"max_length={self.max_length}, batch_size={self.batch_size}, prefill_buckets={self.prefill_buckets})"
         )
 
-    def is_current(self, model: PreTrainedModel) -> bool:
+    def is_current(self, model: Any) -> bool:
         """Whether ``model`` is what it was when this session was compiled: weights, modules and config."""
-        return model_stamp(model) == self._step.stamp
+        return self._source.is_current(model)
 
     @torch.inference_mode(False)
     def prefix(self, ids: Any = None, *, keys_values: Any = None) -> Prefix:
@@ -334,15 +335,15 @@ class Session:
         self._check_implementation(name, request.past_key_values)
         return request
 
-    def _require_current(self) -> PreTrainedModel:
+    def _require_current(self) -> Any:
         """The model, which must be what it was; the step's copy of it where it is gone."""
-        model = self._model()
+        model = self._source.given
         if model is not None and not self.is_current(model):
             raise StaleSessionError(
                 "the model's weights, modules or config changed after this session was compiled from them; "
                 "make a new staticgen.Session"
             )
-        return model or self._step.model
+        return self._source.model
 
     def _check_implementation(self, name: str | None, past_key_values: Any) -> None:
         if name is None:
@@ -427,6 +428,8 @@ class Session:
         return policy, new_token_count(request.prompts, request.settings, self.max_length, policy, remedy)
 
     def _search_beams(self, request: Request) -> Any:
+        from staticgen.beams import require_beams, search_all  # noqa: PLC0415 - it needs a model class of transformers
+
         require_beams(request, self.batch_size)
         policy, new_tokens = self._plan(request)
         if policy in ENDLESS:

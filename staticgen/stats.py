@@ -42,6 +42,9 @@ class SessionStats:
         compiles: programs compiled, one per step size; constant after warm-up.
         replays: program runs.
         compile_seconds: time that conversion and compilation took.
+        loads: programs read from files: a bundle's, or the compile cache's. Those that had to be compiled for this
+            device count as compiles too.
+        load_seconds: time that reading them took; they are read in another thread.
         cache_bytes: size of the key/value cache.
         prefix_hits, prefix_misses: prompts of which the prefix cache knew at least the first token, or nothing.
         prefix_bytes: size of what the prefix cache holds.
@@ -51,6 +54,8 @@ class SessionStats:
     compiles: int = 0
     replays: int = 0
     compile_seconds: float = 0.0
+    loads: int = 0
+    load_seconds: float = 0.0
     cache_bytes: int = 0
     prefix_hits: int = 0
     prefix_misses: int = 0

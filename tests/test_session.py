@@ -315,7 +315,7 @@ def test_threads_on_one_session_take_turns(tiny_llama, backend):
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_compiled(tiny_llama, monkeypatch, arguments, error, words):
-    monkeypatch.setattr("staticgen.session.step_for", lambda *_: pytest.fail("went on to the model"))
+    monkeypatch.setattr("staticgen.step.step_for", lambda *_: pytest.fail("went on to the model"))
     with pytest.raises(error, match=words):
         Session(tiny_llama, **{"max_length": 64, "backend": "eager", **arguments})
 

@@ -4,13 +4,37 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from staticgen.cache import KVBuffers, KVCache
+from staticgen.errors import BackendUnavailableError
+from staticgen.facts import StepFacts
 from staticgen.shapes import StepForm, StepShape
-from staticgen.step import Step
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from staticgen.step import Step
+
+
+@dataclass(frozen=True)
+class ProgramFiles:
+    """A step of one size on disk.
+
+    Attributes:
+        name: for people, and for the names of its files.
+        shape: its size.
+        paths: the files that it is loaded from, by what they are to the backend.
+        compiled: what a compiler made of them for one device, and for which: :attr:`Backend.made_for`.
+    """
+
+    name: str
+    shape: StepShape
+    paths: Mapping[str, Path]
+    compiled: tuple[tuple[Path, Mapping[str, Any]], ...] = ()
 
 
 class Program(ABC):
@@ -75,6 +99,7 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
+    saves: ClassVar[bool] = False  # whether it has write and load
     emulated: bool = False
 
     def __init__(self, device: str | None = None, options: Mapping[str, str] | None = None):
@@ -91,3 +116,24 @@ class Backend(ABC):
     @abstractmethod
     def compile(self, step: Step, shape: StepShape) -> Program:
         """Compile ``step`` for one size; may take seconds to minutes."""
+
+    @property
+    def made_for(self) -> dict[str, Any]:
+        """What compiled code depends on besides the step: device, compiler, options; as JSON has it."""
+        return {"backend": self.name, "device": self.device}
+
+    def write(self, step: Step, shapes: Mapping[str, StepShape], folder: Path) -> list[ProgramFiles]:
+        """Write programs into ``folder``, compiled for this device as far as that can be kept; by their names.
+
+        Raises:
+            CompileError: as for :meth:`compile`.
+        """
+        raise BackendUnavailableError(f"backend {self.name!r} has no programs that can be written to files")
+
+    def load(self, step: StepFacts, files: ProgramFiles) -> tuple[Program, bool]:
+        """Read a program that was written, and whether it had to be compiled for this device.
+
+        Raises:
+            CompileError: the files cannot be read or compiled here.
+        """
+        raise BackendUnavailableError(f"backend {self.name!r} cannot run programs from files")

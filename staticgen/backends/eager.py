@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,7 +11,9 @@ from staticgen.backends.base import Backend, Program
 from staticgen.cache import KVBuffers, KVCache
 from staticgen.errors import UnknownNameError
 from staticgen.shapes import StepShape
-from staticgen.step import Step
+
+if TYPE_CHECKING:
+    from staticgen.step import Step
 
 
 class EagerProgram(Program):

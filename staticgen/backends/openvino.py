@@ -1,48 +1,48 @@
 """Backend ``openvino``: the step compiled by OpenVINO, on the CPU unless another device is named.
 
-The step is converted once, with every size left open, and then fixed to each size that is compiled:
-for a 30-layer model conversion takes seconds where compiling one size takes two. The cache and the
-outputs are host memory that OpenVINO reads and writes in place.
+The cache and the outputs are host memory that OpenVINO reads and writes in place.
 """
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from staticgen.backends.base import Backend, Program
-from staticgen.backends.openvino_graph import transpose_heads_late
+from staticgen.backends.base import Backend, Program, ProgramFiles
 from staticgen.cache import KVBuffers, KVCache
 from staticgen.errors import BackendUnavailableError, CompileError, UnknownNameError
-from staticgen.fed import FedStep, fed_inputs, feeds_of
-from staticgen.feeds import Feeds, HostInputs
+from staticgen.facts import StepFacts
+from staticgen.feeds import Feeds, HostInputs, read_feeds
 from staticgen.profiles import load_profile
 from staticgen.shapes import StepShape
-from staticgen.step import Step
 
 try:
     import openvino as ov
-    from openvino.frontend import FrontEndManager
-    from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 except ImportError as error:  # pragma: no cover - openvino is a dependency of the package
     raise BackendUnavailableError("OpenVINO is not installed: pip install openvino") from error
 
 # OpenVINO's name of a precision, and of a device's capability to compute in it.
 _PRECISION = {torch.float32: ("f32", "FP32"), torch.float16: ("f16", "FP16"), torch.bfloat16: ("bf16", "BF16")}
+# Properties of a device that tell its driver.
+_DRIVER = ("NPU_DRIVER_VERSION", "NPU_COMPILER_VERSION", "GPU_DRIVER_VERSION")
 _PROFILES = {"CPU": "generic-cpu", "GPU": "intel-gpu", "NPU": "intel-npu"}
 
-# Converted steps with open sizes, kept as long as the step itself.
-_converted: weakref.WeakKeyDictionary[Step, ov.Model] = weakref.WeakKeyDictionary()
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from staticgen.step import Step
+
+# A blob that leaves its weights in the file that they came from.
+_WEIGHTLESS = {"CACHE_MODE": "OPTIMIZE_SIZE"}
 
 
 class OpenVINOProgram(Program):
     """An infer request over buffers that are bound once."""
 
-    def __init__(self, compiled: ov.CompiledModel, step: Step, shape: StepShape, feeds: Feeds | None = None):
+    def __init__(self, compiled: ov.CompiledModel, step: StepFacts, shape: StepShape, feeds: Feeds | None):
         super().__init__(shape)
         self._request = compiled.create_infer_request()
         self._feeds = feeds
@@ -79,6 +79,7 @@ class OpenVINOBackend(Backend):
     """``device`` is OpenVINO's: CPU, GPU, GPU.1, AUTO:GPU,CPU ...; ``options`` are its properties."""
 
     name = "openvino"
+    saves = True
     default_device = "CPU"
 
     def __init__(self, device: str | None = None, options: Mapping[str, str] | None = None):
@@ -93,15 +94,70 @@ class OpenVINOBackend(Backend):
         self._options = {**profile.compile_options, **(options or {})}
 
     def compile(self, step: Step, shape: StepShape) -> Program:
+        from staticgen.backends.ir import feeds_of, static_model  # noqa: PLC0415 - it needs the model's classes
+
         model = static_model(step, shape)
-        options = {**self._precision(step.dtype), **self._options}
+        return OpenVINOProgram(self._compile(model, step, shape, {}), step, shape, feeds_of(step))
+
+    def _compile(
+        self, model: ov.Model, step: StepFacts, shape: StepShape, options: Mapping[str, str]
+    ) -> ov.CompiledModel:
         try:
-            compiled = self._core.compile_model(model, self.device, options)
-            return OpenVINOProgram(compiled, step, shape, feeds_of(step) if step.form.fed else None)
+            return self._core.compile_model(model, self.device, {**self._all_options(step), **options})
         except RuntimeError as error:
             raise CompileError(
                 f"OpenVINO device {self.device} refused the step {shape} in {step.dtype}: {error}"
             ) from error
+
+    def _all_options(self, step: StepFacts) -> dict[str, str]:
+        return {**self._precision(step.dtype), **self._options}
+
+    @property
+    def made_for(self) -> dict[str, Any]:
+        device = self.device.split(":")[-1].split(",")[0]
+        found: dict[str, Any] = {"backend": self.name, "device": self.device, "openvino": ov.get_version()}
+        known = [] if self.emulated else self._core.get_property(device, "SUPPORTED_PROPERTIES")
+        for name in ("FULL_DEVICE_NAME", "DEVICE_ARCHITECTURE", "OPTIMIZATION_CAPABILITIES", *_DRIVER):
+            if name in known:
+                found[name.lower()] = _as_json(self._core.get_property(device, name))
+        return {**found, "options": dict(sorted(self._options.items()))}
+
+    def write(self, step: Step, shapes: Mapping[str, StepShape], folder: Path) -> list[ProgramFiles]:
+        from staticgen.backends.ir import write_ir  # noqa: PLC0415 - it needs the model's classes
+
+        return [self.precompile(step, files) for files in write_ir(step, shapes, folder)]
+
+    def precompile(self, step: StepFacts, files: ProgramFiles) -> ProgramFiles:
+        """Compile a program from its files for this device, and keep what came out beside its model.
+
+        Only where a device takes it back without its weights: another copy of them for each program would be too much.
+        """
+        if self.emulated or self.device != "CPU":
+            return files
+        compiled = self._compile(self._read(files), step, files.shape, _WEIGHTLESS)
+        blob = files.paths["model"].with_suffix(".blob")
+        blob.write_bytes(compiled.export_model().getvalue())
+        return replace(files, compiled=(*files.compiled, (blob, self.made_for)))
+
+    def load(self, step: StepFacts, files: ProgramFiles) -> tuple[Program, bool]:
+        mine = self.made_for
+        blob = next((path for path, made_for in files.compiled if made_for == mine), None)
+        if blob is None:
+            compiled = self._compile(self._read(files), step, files.shape, {})
+        else:
+            options = {**self._all_options(step), **_WEIGHTLESS, "WEIGHTS_PATH": str(files.paths["weights"])}
+            try:
+                compiled = self._core.import_model(blob.read_bytes(), self.device, options)
+            except RuntimeError as error:
+                raise CompileError(f"OpenVINO device {self.device} does not take {str(blob)!r}: {error}") from error
+        feeds = read_feeds(files.paths["feeds"], files.paths["feed_tensors"]) if step.form.fed else None
+        return OpenVINOProgram(compiled, step, files.shape, feeds), blob is None
+
+    def _read(self, files: ProgramFiles) -> ov.Model:
+        try:
+            return self._core.read_model(files.paths["model"], files.paths["weights"])
+        except RuntimeError as error:
+            raise CompileError(f"OpenVINO cannot read {str(files.paths['model'])!r}: {error}") from error
 
     def _precision(self, dtype: torch.dtype) -> dict[str, str]:
         """The step's own precision, or float32 on a device that has it not: OpenVINO would take a coarser one.
@@ -155,83 +211,15 @@ def missing_device_message(backend: str, device: str, present: list[str]) -> str
     )
 
 
-def static_model(step: Step, shape: StepShape) -> ov.Model:
-    """The step as an OpenVINO model in which every dimension is fixed to ``shape``.
-
-    Raises:
-        CompileError: a dimension stayed open; the message names the operation.
-    """
-    model = convert_step(step).clone()
-    sizes = [tuple(tensor.shape) for tensor in _example_inputs(step, shape)]
-    model.reshape({port: ov.PartialShape(list(size)) for port, size in zip(model.inputs, sizes, strict=True)})
-    for operation in model.get_ops():
-        for output in operation.outputs():
-            if output.get_partial_shape().is_dynamic:
-                raise CompileError(
-                    f"the step {shape} is not static: {operation.get_friendly_name()} has shape {output.get_partial_shape()}"
-                )
-    if step.form.late_heads:
-        transpose_heads_late(model)
-    return model
-
-
-def _example_inputs(step: Step, shape: StepShape) -> tuple[torch.Tensor, ...]:
-    return fed_inputs(step, shape) if step.form.fed else step.example_inputs(shape)
-
-
-def convert_step(step: Step) -> ov.Model:
-    """The step as an OpenVINO model with open sizes; converted once per step.
-
-    It goes through a trace, which records sizes as operations; torch.export would fix or guard them and took
-    five times as long for open sizes.
-    """
-    if step not in _converted:
-        example = _example_inputs(step, StepShape(batch=2, tokens=3, cache_length=16))
-        traced = FedStep(step) if step.form.fed else step
-        config = step.model.config.get_text_config()
-        if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-            # OpenVINO has no operation for the grouped matmul that transformers takes by default.
-            step.model.set_experts_implementation("batched_mm")
-        kind = step.model.config.model_type
-        with torch.no_grad(), warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")  # the tracer warns of every size that it records
-            try:
-                # Tracing again to check the trace would take a third of the time; parity is what the tests check.
-                decoder = TorchScriptPythonDecoder(traced, example_input=example, trace_kwargs={"check_trace": False})
-                # What ov.convert_model does too; that would send usage data besides.
-                front_end = FrontEndManager().load_by_framework("pytorch")
-                model = front_end.convert(front_end.load(decoder))
-            except RuntimeError as error:
-                raise CompileError(f"OpenVINO cannot convert model_type {kind!r}: {error}") from error
-        fixed = [str(one.message).strip() for one in warned if "to a Python list" in str(one.message)]
-        if fixed:
-            raise CompileError(
-                f"OpenVINO cannot convert model_type {kind!r}: it reads numbers out of its tensors, which would stay what "
-                f"they are in the trace ({fixed[0].splitlines()[0]}); use backend='eager'"
-            )
-        _name_ports(model, step)
-        _converted[step] = model
-    return _converted[step]
-
-
-def _name_ports(model: ov.Model, step: Step) -> None:
-    layers = range(step.layers)
-    if step.form.fed:
-        inputs = feeds_of(step).names
-    else:
-        inputs = ["token_ids", "position_ids", "first_positions"]
-        inputs += [f"slot_positions.{index}" for index in range(len(step.cache_spec.windows))]
-    inputs += [f"past_key.{index}" for index in layers] + [f"past_value.{index}" for index in layers]
-    outputs = ["logits"] + [f"new_key.{index}" for index in layers] + [f"new_value.{index}" for index in layers]
-    for ports, names in ((model.inputs, inputs), (model.outputs, outputs)):
-        if len(ports) != len(names):
-            raise CompileError(f"conversion gave {len(ports)} ports where the step has {len(names)}")
-        for port, name in zip(ports, names, strict=True):
-            port.get_tensor().set_names({name})
-
-
 def _share(tensor: torch.Tensor) -> Any:
     """An OpenVINO tensor over the memory of a contiguous torch tensor."""
     if tensor.dtype == torch.bfloat16:  # numpy has no bfloat16
         return ov.Tensor(tensor.view(torch.uint16).numpy(), ov.Shape(list(tensor.shape)), ov.Type.bf16)
     return ov.Tensor(tensor.numpy(), shared_memory=True)
+
+
+def _as_json(value: Any) -> Any:
+    """A property as JSON has it."""
+    if isinstance(value, str | int | float | bool):
+        return value
+    return sorted(map(str, value)) if isinstance(value, list | tuple | set) else str(value)

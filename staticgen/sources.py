@@ -1,0 +1,192 @@
+"""Where a session's programs come from: compiled from a model, out of the compile cache, or read from a bundle."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from staticgen.backends import Backend, Program, open_backend
+from staticgen.compiled import CompiledModel
+from staticgen.errors import BundleError
+from staticgen.facts import StepFacts
+from staticgen.limits import fit_buckets, fit_cache_sizes, require_count
+from staticgen.shapes import StepShape
+from staticgen.stats import SessionStats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from staticgen.step import Step
+
+DEFAULT_MAX_LENGTH = 512
+
+
+class Source(ABC):
+    """A model and a target, of which programs can be had.
+
+    Attributes:
+        step: what the runtime knows of the step.
+        backend: the open backend.
+        max_length, batch_size, prefill_buckets, cache_sizes: see :class:`staticgen.Session`.
+        layout: the one that the programs were made with in mind; None for no preference.
+    """
+
+    step: StepFacts
+    backend: Backend
+    max_length: int
+    batch_size: int
+    prefill_buckets: tuple[int, ...]
+    cache_sizes: tuple[int, ...]
+    layout: str | None = None
+
+    @property
+    @abstractmethod
+    def given(self) -> Any:
+        """The model that was given; None when it is gone."""
+
+    @property
+    @abstractmethod
+    def model(self) -> Any:
+        """The model: what was given, or what stands for it."""
+
+    @abstractmethod
+    def is_current(self, model: Any) -> bool:
+        """Whether ``model`` is what the programs were made from."""
+
+    @abstractmethod
+    def programs(
+        self, shapes: Sequence[StepShape], stats: SessionStats
+    ) -> Mapping[StepShape, Program | Future[Program]]:
+        """Programs of these sizes; what is in the future is on its way."""
+
+
+class LiveSource(Source):
+    """A transformers model, compiled here."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        max_length: int | None,
+        batch_size: int | None,
+        backend: str,
+        device: str | None,
+        backend_options: Mapping[str, str] | None,
+        prefill_buckets: Sequence[int] | None,
+        cache_sizes: Sequence[int] | None,
+    ):
+        from staticgen.step import step_for  # noqa: PLC0415 - it imports transformers' models
+
+        self.max_length = DEFAULT_MAX_LENGTH if max_length is None else require_count("max_length", max_length, least=2)
+        self.batch_size = 1 if batch_size is None else require_count("batch_size", batch_size, least=1)
+        self.backend = open_backend(backend, device, backend_options)
+        self.prefill_buckets = fit_buckets(prefill_buckets, self.backend.prefill_buckets, self.max_length)
+        self.cache_sizes = fit_cache_sizes(cache_sizes, self.backend.cache_sizes, self.max_length)
+        self._step: Step = step_for(model, self.backend.form)
+        self.step = self._step
+        self._model = weakref.ref(model)
+
+    @property
+    def given(self) -> Any:
+        return self._model()
+
+    @property
+    def model(self) -> Any:
+        return self._model() or self._step.model
+
+    def is_current(self, model: Any) -> bool:
+        from staticgen.step import model_stamp  # noqa: PLC0415
+
+        return not isinstance(model, CompiledModel) and model_stamp(model) == self._step.stamp
+
+    def programs(self, shapes: Sequence[StepShape], stats: SessionStats) -> Mapping[StepShape, Program]:
+        made = {}
+        for shape in shapes:
+            start = time.perf_counter()
+            made[shape] = self.backend.compile(self._step, shape)
+            stats.compiles += 1
+            stats.compile_seconds += time.perf_counter() - start
+        return made
+
+
+class CompiledSource(Source):
+    """A bundle."""
+
+    def __init__(
+        self,
+        model: CompiledModel,
+        max_length: int | None,
+        batch_size: int | None,
+        backend: str,
+        device: str | None,
+        backend_options: Mapping[str, str] | None,
+        prefill_buckets: Sequence[int] | None,
+        cache_sizes: Sequence[int] | None,
+    ):
+        fixed: dict[str, tuple[Any, Any]] = {
+            "max_length": (max_length, model.max_length),
+            "batch_size": (batch_size, model.batch_size),
+            "prefill_buckets": (None if prefill_buckets is None else tuple(prefill_buckets), model.prefill_buckets),
+            "cache_sizes": (None if cache_sizes is None else tuple(cache_sizes), model.cache_sizes),
+            "backend": (None if backend == "auto" else backend, model.backend),
+        }
+        for name, (asked, has) in fixed.items():
+            if asked is not None and asked != has:
+                raise BundleError(
+                    f"{name} is {asked!r}, but bundle {str(model.bundle.folder)!r} was compiled for {has!r}; leave {name} "
+                    "out, or compile another bundle"
+                )
+        self.step, self._compiled = model.step, model
+        self.max_length, self.batch_size = model.max_length, model.batch_size
+        self.prefill_buckets, self.cache_sizes, self.layout = model.prefill_buckets, model.cache_sizes, model.layout
+        options = {**model.compile_options, **(backend_options or {})}
+        self.backend = open_backend(model.backend, model.device if device is None else device, options)
+
+    @property
+    def given(self) -> Any:
+        return self._compiled
+
+    @property
+    def model(self) -> Any:
+        return self._compiled
+
+    def is_current(self, model: Any) -> bool:
+        return model is self._compiled
+
+    def programs(self, shapes: Sequence[StepShape], stats: SessionStats) -> Mapping[StepShape, Future[Program]]:
+        absent = [shape for shape in shapes if shape not in self._compiled.programs]
+        if absent:
+            raise BundleError(
+                f"bundle {str(self._compiled.bundle.folder)!r} has no program for the step {', '.join(map(str, absent))}; it has "
+                f"{', '.join(map(str, self._compiled.programs))}: use the layout that it was compiled for "
+                f"({self.layout!r}), or compile another bundle"
+            )
+        return read_in_background(self.backend, self.step, [self._compiled.programs[shape] for shape in shapes], stats)
+
+
+def open_source(model: Any, *arguments: Any) -> Source:
+    """The source of a model's programs; the arguments are those of :class:`LiveSource`."""
+    return (CompiledSource if isinstance(model, CompiledModel) else LiveSource)(model, *arguments)
+
+
+def read_in_background(
+    backend: Backend, step: StepFacts, programs: Sequence[Any], stats: SessionStats
+) -> dict[StepShape, Future[Program]]:
+    """Read programs from files, one after the other in a thread, in their order: the first is wanted first."""
+
+    def read(files: Any) -> Program:
+        start = time.perf_counter()
+        program, compiled = backend.load(step, files)
+        stats.loads += 1
+        stats.compiles += compiled
+        stats.load_seconds += time.perf_counter() - start
+        return program
+
+    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staticgen-load")
+    try:
+        return {files.shape: pool.submit(read, files) for files in programs}
+    finally:
+        pool.shutdown(wait=False)
