@@ -60,7 +60,9 @@ def _is_turned(source: ov.Output) -> bool:
 def _broadcasts(source: ov.Output) -> bool:
     """Whether a factor is the same for all heads, so that only its own axes need to change places."""
     shape = list(source.get_shape())
-    return (len(shape) == 4 and shape[1] == 1) or all(size == 1 for size in shape[:-1])
+    if len(shape) == 4 and source.get_node().get_type_name() != "Constant":
+        return shape[1] == 1
+    return all(size == 1 for size in shape[:-1])
 
 
 def _move_behind(operation: Any) -> None:
@@ -68,12 +70,13 @@ def _move_behind(operation: Any) -> None:
     readers = [(output, list(output.get_target_inputs())) for output in operation.outputs()]
     for place in operation.inputs():
         source = place.get_source_output()
-        shape = list(source.get_shape())
         if _is_turned(source):
             place.replace_source_output(source.get_node().input_value(0))
-        elif len(shape) == 4 and shape[2] != 1:  # [B, 1, T, D], for all heads
-            size = np.array([shape[0], shape[2], 1, shape[3]], dtype=np.int64)
-            place.replace_source_output(ops.reshape(source, ops.constant(size), False).output(0))
+        elif len(source.get_shape()) == 4 and source.get_node().get_type_name() != "Constant":
+            # [B, 1, T, D] to [B, T, 1, D] in words that do not name T, and for one token as well: programs of all sizes
+            # have the same constants then, and one file of them.
+            size = ops.constant(np.array([0, -1, 1, 0], dtype=np.int64))
+            place.replace_source_output(ops.reshape(source, size, special_zero=True).output(0))
     operation.validate_and_infer_types()
     for output, targets in readers:
         turned = ops.transpose(output, ops.constant(np.array(_HEADS_FIRST, dtype=np.int64)))
