@@ -3,6 +3,8 @@
 So far it writes OpenVINO IR with every dimension fixed, for Intel's NPU compiler or any other tool that reads it.
 """
 
+from .compress import WEIGHT_MODES, compress_weights
 from .ir import export_ir
+from .npu import PLATFORMS, NPUBlob, compile_blob, find_compiler
 
-__all__ = ["export_ir"]
+__all__ = ["PLATFORMS", "WEIGHT_MODES", "NPUBlob", "compile_blob", "compress_weights", "export_ir", "find_compiler"]

@@ -18,7 +18,7 @@ ORDER = [
     "decoding", "constraints", "sampling", "calls", "profiles", "identity", "facts", "attention", "legacy", "step", "fed", "backends.base", "bundle", "compiled", "models", "backends",
     "backends.eager", "backends.ir_rewrites", "backends.ir", "backends.openvino", "backends.npu", "limits", "sources", "programs", "contexts", "prefixes",
     "request", "beams", "many", "progress", "holding", "session", "generation", "custom", "text", "detokenize", "completions", "", "flags", "terminal",
-    "compile.ir", "compile.compress", "compile", "cli",
+    "compile.ir", "compile.compress", "compile.npu", "compile", "cli",
 ]  # fmt: skip
 
 
