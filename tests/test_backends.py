@@ -207,5 +207,5 @@ def test_the_profile_of_each_device_exists():
     from staticgen.profiles import load_profile, profile_names
 
     assert set(_PROFILES.values()) <= set(profile_names())
-    assert load_profile("intel-npu").form == StepForm("concat", False)
+    assert load_profile("intel-npu").form == StepForm("concat", late_heads=True, fed=True)
     assert OpenVINOBackend().form == load_profile("generic-cpu").form

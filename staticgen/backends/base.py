@@ -144,7 +144,7 @@ class Backend(ABC):
         """
         raise BackendUnavailableError(f"backend {self.name!r} cannot run programs from files")
 
-    def load_blob(self, step: StepFacts, shape: StepShape, blob: Path) -> Program:
+    def load_blob(self, step: Step, shape: StepShape, blob: Path) -> Program:
         """A program that :meth:`compile_converted` kept.
 
         Raises:

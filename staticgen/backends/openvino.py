@@ -15,6 +15,7 @@ from staticgen.backends.base import Backend, Program, ProgramFiles
 from staticgen.cache import KVBuffers, KVCache
 from staticgen.errors import BackendUnavailableError, CompileError, UnknownNameError
 from staticgen.facts import StepFacts
+from staticgen.feeds import Feeds, HostInputs, read_feeds
 from staticgen.profiles import load_profile
 from staticgen.shapes import StepShape, slots_of
 
@@ -38,12 +39,16 @@ if TYPE_CHECKING:
 class OpenVINOProgram(Program):
     """An infer request over buffers that are bound once."""
 
-    def __init__(self, compiled: ov.CompiledModel, step: StepFacts, shape: StepShape):
+    def __init__(self, compiled: ov.CompiledModel, step: StepFacts, shape: StepShape, feeds: Feeds | None):
         super().__init__(shape)
-        _require_ports(compiled, step, shape)
         self._request = compiled.create_infer_request()
+        self._feeds = feeds
         size = (shape.batch, shape.tokens)
-        self._inputs = [torch.zeros(size, dtype=torch.int64, device="cpu") for _ in range(3)]
+        if feeds is None:
+            self._inputs = [torch.zeros(size, dtype=torch.int64, device="cpu") for _ in range(3)]
+        else:
+            self._inputs = feeds.buffers(shape)
+        _require_ports(compiled, step, shape, self._inputs, feeds is None)
         self._logits = torch.zeros(shape.batch, step.logits_size, dtype=torch.float32, device="cpu")
         self._new = KVBuffers(step.cache_spec, shape.batch, shape.tokens)
         self._cache: KVCache | None = None
@@ -54,12 +59,16 @@ class OpenVINOProgram(Program):
 
     def _run(self, inputs: tuple[torch.Tensor, ...], cache: KVCache) -> tuple[torch.Tensor, KVBuffers]:
         if cache is not self._cache:
-            past = (*cache.slot_positions, *cache.buffers.keys, *cache.buffers.values)
-            for index, tensor in enumerate(past, start=len(inputs)):
+            slots = cache.slot_positions if self._feeds is None else ()
+            past = (*slots, *cache.buffers.keys, *cache.buffers.values)
+            for index, tensor in enumerate(past, start=len(self._inputs)):
                 self._request.set_input_tensor(index, _share(tensor))
             self._cache = cache
-        for own, given in zip(self._inputs, inputs, strict=True):
-            own.copy_(given)
+        if self._feeds is None:
+            for own, given in zip(self._inputs, inputs, strict=True):
+                own.copy_(given)
+        else:
+            self._feeds.write_(self._inputs, HostInputs(inputs[0], inputs[1], inputs[2], cache.slot_positions))
         self._request.infer()
         return self._logits, self._new
 
@@ -85,10 +94,10 @@ class OpenVINOBackend(Backend):
         self.keeps_blobs = not self.emulated and self.device.split(".")[0] in ("GPU", "NPU")
 
     def compile(self, step: Step, shape: StepShape) -> Program:
-        from staticgen.backends.ir import static_model  # noqa: PLC0415 - it needs the model's classes
+        from staticgen.backends.ir import feeds_of, static_model  # noqa: PLC0415 - it needs the model's classes
 
         model = static_model(step, shape)
-        return OpenVINOProgram(self._compile(model, step, shape), step, shape)
+        return OpenVINOProgram(self._compile(model, step, shape), step, shape, feeds_of(step))
 
     def _compile(self, model: ov.Model, step: StepFacts, shape: StepShape) -> ov.CompiledModel:
         try:
@@ -121,19 +130,23 @@ class OpenVINOBackend(Backend):
         write_open(step, folder)
 
     def compile_converted(self, step: Step, folder: Path, shape: StepShape, blob: Path | None = None) -> Program:
-        from staticgen.backends.ir import read_open, static_model  # noqa: PLC0415 - it needs the model's classes
+        from staticgen.backends.ir import feeds_of, read_open, static_model  # noqa: PLC0415 - it needs the model's classes
 
         compiled = self._compile(static_model(step, shape, read_open(self._core, folder)), step, shape)
         if blob is not None:
             blob.write_bytes(compiled.export_model().getvalue())
-        return OpenVINOProgram(compiled, step, shape)
+        return OpenVINOProgram(compiled, step, shape, feeds_of(step))
 
-    def load_blob(self, step: StepFacts, shape: StepShape, blob: Path) -> Program:
+    def load_blob(self, step: Step, shape: StepShape, blob: Path) -> Program:
+        from staticgen.backends.ir import feeds_of  # noqa: PLC0415 - it needs the model's classes
+
+        return OpenVINOProgram(self._import(step, blob), step, shape, feeds_of(step))
+
+    def _import(self, step: StepFacts, blob: Path) -> ov.CompiledModel:
         try:
-            compiled = self._core.import_model(blob.read_bytes(), self.device, self._all_options(step))
+            return self._core.import_model(blob.read_bytes(), self.device, self._all_options(step))
         except RuntimeError as error:
             raise CompileError(f"OpenVINO device {self.device} does not take {str(blob)!r}: {error}") from error
-        return OpenVINOProgram(compiled, step, shape)
 
     def precompile(self, step: StepFacts, files: ProgramFiles) -> ProgramFiles:
         """Compile a program from its files for this device, and keep what came out beside its model."""
@@ -145,11 +158,15 @@ class OpenVINOBackend(Backend):
         return replace(files, compiled=(*files.compiled, (blob, self.made_for)))
 
     def load(self, step: StepFacts, files: ProgramFiles) -> tuple[Program, bool]:
+        blob = next((path for path, made_for in files.compiled if self._suits(made_for)), None)
+        compiled = self._compile(self._read(files), step, files.shape) if blob is None else self._import(step, blob)
+        feeds = read_feeds(files.paths["feeds"], files.paths["feed_tensors"]) if step.form.fed else None
+        return OpenVINOProgram(compiled, step, files.shape, feeds), blob is None
+
+    def _suits(self, made_for: Mapping[str, Any]) -> bool:
+        """Whether something compiled is for this device: made by it, or by Intel's compiler for its kind of NPU."""
         mine = self.made_for
-        for blob, made_for in files.compiled:
-            if made_for == mine:
-                return self.load_blob(step, files.shape, blob), False
-        return OpenVINOProgram(self._compile(self._read(files), step, files.shape), step, files.shape), True
+        return made_for == mine or made_for == {"npu_platform": mine.get("device_architecture")}
 
     def _read(self, files: ProgramFiles) -> ov.Model:
         if {"model", "weights"} - files.paths.keys():
@@ -216,7 +233,9 @@ def missing_device_message(backend: str, device: str, present: list[str]) -> str
     )
 
 
-def _require_ports(compiled: ov.CompiledModel, step: StepFacts, shape: StepShape) -> None:
+def _require_ports(
+    compiled: ov.CompiledModel, step: StepFacts, shape: StepShape, first: Sequence[torch.Tensor], slotted: bool
+) -> None:
     """Refuse a program that is none of this step and size: its files may have been mixed up."""
     layers, windows = step.cache_spec.layers, step.cache_spec.windows
 
@@ -230,10 +249,10 @@ def _require_ports(compiled: ov.CompiledModel, step: StepFacts, shape: StepShape
             for layer, size in zip(layers, part, strict=True)
         ]
 
-    slots = [[shape.batch, slots_of(window, shape.cache_length)] for window in windows]
+    slots = [[shape.batch, slots_of(window, shape.cache_length)] for window in windows if slotted]
     past = sizes([layer.slots(shape.cache_length) for layer in layers], step.form.transposed_keys)
     new = sizes([shape.tokens] * len(layers), False)
-    expected = [[shape.batch, shape.tokens]] * 3 + slots + past, [[shape.batch, step.logits_size]] + new
+    expected = [list(tensor.shape) for tensor in first] + slots + past, [[shape.batch, step.logits_size]] + new
     found = tuple([list(port.get_shape()) for port in ports] for ports in (compiled.inputs, compiled.outputs))
     if found != expected:
         raise CompileError(
