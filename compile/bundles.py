@@ -87,7 +87,7 @@ def compile_bundle(
     """Compile a model for a target and write everything that it replays there into a new folder.
 
     The target need not be here. Programs are OpenVINO IR with every dimension fixed, over one file of weights;
-    where the target is here and keeps compiled programs without their weights (a CPU), those are written too.
+    where the target is here and its compiler takes long (a GPU, an NPU), what it makes of them is written too.
 
     Args:
         model: a causal decoder of transformers, on the CPU, in the dtype that it is to have.
@@ -168,7 +168,13 @@ def _write(job: _Job, folder: Path) -> None:
     manifest: dict[str, Any] = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": _model_entry(job),
-        "target": {"profile": job.profile.name, **job.profile.to_dict()},
+        "target": {
+            "profile": job.profile.name,
+            "backend": job.profile.backend,
+            "device": job.profile.device,
+            "compile_options": job.profile.compile_options,
+            **asdict(job.profile.form),
+        },
         "shapes": {
             "max_length": job.max_length,
             "batch_size": job.batch_size,
