@@ -41,7 +41,9 @@ def test_imports_only_go_down():
                 assert node.level == int(name == "compile"), f"{name} imports relatively"
                 imported = [node.module if node.level == 0 else f"staticgen.compile.{node.module}"]
                 if node.module == "staticgen":
-                    imported = [f"staticgen.{alias.name}" if alias.name in ORDER else "staticgen" for alias in node.names]
+                    imported = [
+                        f"staticgen.{alias.name}" if alias.name in ORDER else "staticgen" for alias in node.names
+                    ]
             for target in imported:
                 if target == "staticgen" or target.startswith("staticgen."):
                     inner = target.removeprefix("staticgen").removeprefix(".")
