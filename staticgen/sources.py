@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from staticgen.backends import Backend, Program, open_backend
+from staticgen.backends.base import ProgramFiles
 from staticgen.bundle import Bundle
 from staticgen.compile_cache import CompileCache, code_digest, user_cache
 from staticgen.compiled import CompiledModel
@@ -263,15 +264,15 @@ def _timed(stats: SessionStats, compile_one: Callable[[], Any]) -> Any:
 
 
 def read_in_background(
-    backend: Backend, step: StepFacts, programs: Sequence[Any], stats: SessionStats
+    backend: Backend, step: StepFacts, programs: Sequence[ProgramFiles], stats: SessionStats
 ) -> dict[StepShape, Future[Program]]:
     """Read programs from files, one after the other in a thread, in their order: the first is wanted first."""
+    stats.loads += len(programs)
+    stats.compiles += sum(map(backend.must_compile, programs))
 
-    def read(files: Any) -> Program:
+    def read(files: ProgramFiles) -> Program:
         start = time.perf_counter()
-        program, compiled = backend.load(step, files)
-        stats.loads += 1
-        stats.compiles += compiled
+        program = backend.load(step, files)
         stats.load_seconds += time.perf_counter() - start
         return program
 

@@ -157,16 +157,20 @@ class OpenVINOBackend(Backend):
         blob.write_bytes(compiled.export_model().getvalue())
         return replace(files, compiled=(*files.compiled, (blob, self.made_for)))
 
-    def load(self, step: StepFacts, files: ProgramFiles) -> tuple[Program, bool]:
-        blob = next((path for path, made_for in files.compiled if self._suits(made_for)), None)
+    def must_compile(self, files: ProgramFiles) -> bool:
+        return self._blob(files) is None
+
+    def load(self, step: StepFacts, files: ProgramFiles) -> Program:
+        blob = self._blob(files)
         compiled = self._compile(self._read(files), step, files.shape) if blob is None else self._import(step, blob)
         feeds = read_feeds(files.paths["feeds"], files.paths["feed_tensors"]) if step.form.fed else None
-        return OpenVINOProgram(compiled, step, files.shape, feeds), blob is None
+        return OpenVINOProgram(compiled, step, files.shape, feeds)
 
-    def _suits(self, made_for: Mapping[str, Any]) -> bool:
-        """Whether something compiled is for this device: made by it, or by Intel's compiler for its kind of NPU."""
+    def _blob(self, files: ProgramFiles) -> Path | None:
+        """What is compiled for this device: by it, or by Intel's compiler for its generation of NPU."""
         mine = self.made_for
-        return made_for == mine or made_for == {"npu_platform": mine.get("device_architecture")}
+        fitting = (mine, {"npu_platform": mine.get("device_architecture")})
+        return next((path for path, made_for in files.compiled if made_for in fitting), None)
 
     def _read(self, files: ProgramFiles) -> ov.Model:
         if {"model", "weights"} - files.paths.keys():
