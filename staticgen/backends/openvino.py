@@ -227,9 +227,9 @@ class OpenVINOBackend(Backend):
 def missing_device_message(backend: str, device: str, present: list[str]) -> str:
     """What is missing, what was found, and what can be done about it."""
     hint = {
-        "GPU": " For a GPU, install Intel's compute runtime (OpenCL) and let this user open /dev/dri/render*",
-        "NPU": " For an NPU, install Intel's NPU driver with its compiler and let this user open /dev/accel/accel0; without an NPU, "
-        "backend_options={'NPUW_DEVICES': 'CPU'} runs the NPU plugin on the CPU",
+        "GPU": " `staticgen devices gpu` says what is missing",
+        "NPU": " `staticgen devices npu` says what is missing; without an NPU, backend_options={'NPUW_DEVICES': 'CPU'} runs the NPU "
+        "plugin on the CPU",
     }.get(device.split(".", maxsplit=1)[0], "")
     return (
         f"backend {backend!r} wants OpenVINO device {device}, but OpenVINO finds {', '.join(present) or 'none'} here. "
