@@ -6,17 +6,20 @@ renamed when it is whole; what is read has been checked against the manifest bef
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
+import platform
 import secrets
 import shutil
 import stat
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -27,7 +30,10 @@ FORMAT, VERSION = "staticgen-bundle", 1
 _MOST_MANIFEST_BYTES = 1 << 26
 _PIECE = 1 << 22
 _STALE_SECONDS = 24 * 3600
+_LIBRARIES = ("staticgen", "torch", "transformers", "openvino", "nncf", "safetensors", "tokenizers")
 _REBUILD = "make it anew with `staticgen compile`"
+# Besides hidden files, what may be in the folder without being in the manifest: nothing reads them.
+_FOR_PEOPLE = ("LICENSE", "README.md")
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class Bundle:
     Attributes:
         folder: where it is.
         manifest: its manifest.
-        stamp: size and time of every file when it was checked.
+        stamp: size and times of every file when it was checked.
     """
 
     folder: Path
@@ -103,6 +109,7 @@ def read_bundle(folder: str | os.PathLike[str]) -> Bundle:
         _check_names(root, manifest, refusal)
         stamp = _stamp(root, manifest)
         _check_contents(root, manifest, refusal)
+        _check_rest(root, manifest, refusal)
     except OSError as error:
         raise refusal(f"{error.strerror or error} ({error.filename})") from error
     return Bundle(root, manifest, stamp)
@@ -110,22 +117,28 @@ def read_bundle(folder: str | os.PathLike[str]) -> Bundle:
 
 def _stamp(root: Path, manifest: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
     states = [(root / name).lstat() for name in (MANIFEST, *manifest["files"])]
-    return tuple((state.st_mtime_ns, state.st_size, state.st_ino) for state in states)
+    return tuple((state.st_mtime_ns, state.st_ctime_ns, state.st_size, state.st_ino) for state in states)
 
 
 def _parse(octets: bytes, refusal: Any) -> dict[str, Any]:
     try:
-        manifest = json.loads(octets)
+        manifest = json.loads(octets, parse_constant=_refuse_constant)
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+            raise refusal(f"{MANIFEST} has no format {FORMAT!r}")
+        version = manifest.get("version")
+        if type(version) is not int or version != VERSION:
+            raise refusal(
+                f"it has format version {version!r}, and this staticgen reads version {VERSION}: a newer one may read it"
+            )
+        if _render(manifest) != octets or manifest.get("checksum") != _checksum(manifest):
+            raise refusal(f"{MANIFEST} was changed after it was written")
     except (ValueError, RecursionError) as error:
         raise refusal(f"{MANIFEST} is no JSON ({error})") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise refusal(f"{MANIFEST} has no format {FORMAT!r}")
-    version = manifest.get("version")
-    if version != VERSION:
-        raise refusal(f"it has format version {version!r}, and this staticgen reads version {VERSION}")
-    if _render(manifest) != octets or manifest.get("checksum") != _checksum(manifest):
-        raise refusal(f"{MANIFEST} was changed after it was written")
     return manifest
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
 
 
 def _check_names(root: Path, manifest: Mapping[str, Any], refusal: Any) -> None:
@@ -135,6 +148,8 @@ def _check_names(root: Path, manifest: Mapping[str, Any], refusal: Any) -> None:
     for name, entry in files.items():
         if problem := _unsafe(name):
             raise refusal(f"the file name {name!r} {problem}")
+        if not isinstance(entry, dict) or type(entry.get("bytes")) is not int:
+            raise refusal(f"{MANIFEST} says {entry!r} of file {name!r}, expected its bytes and SHA-256")
         place = root
         for part in PurePosixPath(name).parts:
             place = place / part
@@ -142,8 +157,8 @@ def _check_names(root: Path, manifest: Mapping[str, Any], refusal: Any) -> None:
                 raise refusal(f"file {name!r} is or goes through a link, expected a file of its own")
         if not place.is_file():
             raise refusal(f"file {name!r} is missing")
-        if not isinstance(entry, dict) or place.stat().st_size != entry.get("bytes"):
-            raise refusal(f"file {name!r} has {place.stat().st_size} bytes, expected {entry.get('bytes')}")
+        if (size := place.stat().st_size) != entry["bytes"]:
+            raise refusal(f"file {name!r} has {size} bytes, expected {entry['bytes']}")
 
 
 def _check_contents(root: Path, manifest: Mapping[str, Any], refusal: Any) -> None:
@@ -155,10 +170,21 @@ def _check_contents(root: Path, manifest: Mapping[str, Any], refusal: Any) -> No
                 raise refusal(f"file {name!r} was changed after it was written: its SHA-256 is not the manifest's")
 
 
+def _check_rest(root: Path, manifest: Mapping[str, Any], refusal: Any) -> None:
+    """Refuse what is in the folder unlisted: transformers would read a tokenizer's file that nobody has checked."""
+    for place, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for entry in (*names, *(name for name in folders if Path(place, name).is_symlink())):
+            name = Path(place, entry).relative_to(root).as_posix()
+            known = entry.startswith(".") or name in (MANIFEST, *_FOR_PEOPLE) or name in manifest["files"]
+            if not known:
+                raise refusal(f"there is {name!r}, which is not among the files of {MANIFEST}: remove it")
+
+
 def _unsafe(name: str) -> str | None:
     """What is wrong with the name of a file inside a bundle; None if nothing is."""
     parts = name.split("/")
-    if not name or "\\" in name or ":" in name or "\0" in name:
+    if not name.isprintable() or not name or "\\" in name or ":" in name:  # half a surrogate pair is not printable
         return "is empty or has a character that is none of a relative path's"
     if name.startswith("/"):
         return "is absolute"
@@ -198,6 +224,15 @@ def _render(manifest: Mapping[str, Any]) -> bytes:
     return (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode("utf-8", errors="surrogatepass")
 
 
+def library_versions() -> dict[str, str]:
+    """Versions of what programs depend on, and the kind of machine."""
+    found = {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
+    for name in _LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
 @contextmanager
 def new_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """A folder to write to, which gets its name when the block ends, and is gone when it fails.
@@ -212,9 +247,10 @@ def new_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
     if target.exists() or target.is_symlink():
         raise taken
     target.parent.mkdir(parents=True, exist_ok=True)
-    for left in target.parent.glob(f".{target.name}.*.tmp"):
-        if time.time() - left.stat().st_mtime > _STALE_SECONDS:
-            shutil.rmtree(left, ignore_errors=True)
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
+        with suppress(OSError):  # another compile may have removed it
+            if time.time() - left.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
     unfinished = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     unfinished.mkdir()
     try:

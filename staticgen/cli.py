@@ -1,9 +1,8 @@
-"""The command line: ``staticgen generate`` and ``staticgen chat``."""
+"""The command line: ``staticgen generate`` and ``staticgen chat``, and the commands of the other modules."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -14,8 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from staticgen.cli_bundles import cache_app, compile_model, inspect, verify
+from staticgen.cli_devices import devices
+from staticgen.cli_targets import plan, profiles
 from staticgen.flags import CONSTRAINT, LAYOUT, MODEL, SESSION, shared_flags
-from staticgen.terminal import bar, console, errors, print_error
+from staticgen.terminal import bar, console, errors, print_error, quiet_transformers
 
 if TYPE_CHECKING:
     from staticgen.completions import Completion
@@ -184,7 +186,6 @@ def _open(given: Mapping[str, Any], prompts: list[Any], max_length: int) -> tupl
     What can be refused is refused before what takes long: names before loading, ``prompts`` before compiling.
     ``max_length`` is the default, as far as the model has positions.
     """
-    os.environ.setdefault("TQDM_DISABLE", "1")  # loading a GGUF file draws a bar that nothing else turns off
     with console.status("importing"):
         from staticgen import constraints  # noqa: PLC0415
         from staticgen.backends import open_backend  # noqa: PLC0415
@@ -204,7 +205,7 @@ def _open(given: Mapping[str, Any], prompts: list[Any], max_length: int) -> tupl
     open_backend(given.get("backend", "auto"), given.get("device"))
     start = time.perf_counter()
     with console.status(f"loading {given.get('model', 'the default model')}"):
-        _quiet_transformers()
+        quiet_transformers()
         network, tokenizer = load_text_model(given.get("model"), None if dtype is None else DTYPES[dtype])
     load_seconds = time.perf_counter() - start
     elsewhere = {**MODEL, **LAYOUT, **CONSTRAINT}
@@ -222,7 +223,13 @@ def _open(given: Mapping[str, Any], prompts: list[Any], max_length: int) -> tupl
 
 def _opening(complete: Completion, load_seconds: float) -> list[str]:
     stats = complete.session.stats
-    return [f"load {load_seconds:.1f} s", f"compile {stats.compile_seconds:.1f} s ({stats.compiles} programs)"]
+    if stats.compiles or not stats.loads:
+        known = ", converted before" if stats.compile_cache.hits else ""
+        return [
+            f"load {load_seconds:.1f} s",
+            f"compile {stats.compile_seconds:.1f} s ({stats.compiles} programs{known})",
+        ]
+    return [f"load {load_seconds:.1f} s"]
 
 
 def _last_call(complete: Completion) -> list[str]:
@@ -236,8 +243,7 @@ def _last_call(complete: Completion) -> list[str]:
     return parts
 
 
-def _quiet_transformers() -> None:
-    from transformers.utils import logging  # noqa: PLC0415
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+for command in (verify, inspect, plan, profiles, devices):
+    app.command()(command)
+app.command("compile")(compile_model)
+app.add_typer(cache_app, name="cache")

@@ -5,6 +5,7 @@ Nothing here imports a model class of transformers.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import threading
@@ -15,20 +16,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from staticgen.backends.base import ProgramFiles
 from staticgen.bundle import Bundle, read_bundle
-from staticgen.errors import BundleError, UnsupportedModelError
+from staticgen.errors import BundleError, UnknownNameError, UnsupportedModelError
 from staticgen.facts import StepFacts
 from staticgen.identity import Identity
+from staticgen.layouts import LAYOUTS
 from staticgen.rotary import Rotation
-from staticgen.shapes import StepForm, StepShape
+from staticgen.shapes import CacheSpec, StepForm, StepShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 STEP = "step.json"
+# The classes of transformers that may read a bundle's tokenizer.
+TOKENIZERS = ("PreTrainedTokenizerFast", "AutoTokenizer")
 
 
 class CompiledStep(StepFacts):
@@ -104,28 +109,66 @@ class CompiledModel:
 
     def __init__(self, bundle: Bundle):
         self.bundle = bundle
-        manifest = bundle.manifest
         try:
-            self.config = _read_config(bundle.path("config.json"))
-            self.generation_config = GenerationConfig(**json.loads(bundle.path("generation_config.json").read_bytes()))
-            self.step = CompiledStep(json.loads(bundle.path(STEP).read_bytes()), self.config)
-            self.backend: str = manifest["target"]["backend"]
-            self.device: str = manifest["target"]["device"]
-            self.compile_options: dict[str, str] = dict(manifest["target"]["compile_options"])
-            shapes = manifest["shapes"]
-            self.max_length, self.batch_size = int(shapes["max_length"]), int(shapes["batch_size"])
-            self.prefill_buckets = tuple(shapes["prefill_buckets"])
-            self.cache_sizes = tuple(shapes["cache_sizes"])
-            self.layout: str = manifest["layout"]
-            self.programs = {files.shape: files for files in map(self._program, manifest["programs"])}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise BundleError(
-                f"bundle {str(bundle.folder)!r} has parts that do not fit together ({type(error).__name__}: {error}); "
-                "make it anew with `staticgen compile`"
-            ) from error
+            self._read(bundle.manifest)
+            self._check()
+        except BundleError:
+            raise
+        except Exception as error:  # configs of transformers raise anything
+            raise self._misfit(f"{type(error).__name__}: {error}") from error
+        if self.layout not in LAYOUTS.names():
+            raise UnknownNameError(
+                f"bundle {str(bundle.folder)!r} was compiled for layout {self.layout!r}, which is none of "
+                f"{', '.join(LAYOUTS.names())}; register it with staticgen.register_layout before the bundle is loaded"
+            )
 
-    def _program(self, entry: Mapping[str, Any]) -> ProgramFiles:
-        return program_files(entry, self.bundle)
+    def _read(self, manifest: Mapping[str, Any]) -> None:
+        path = self.bundle.path
+        self.config = _read_config(path("config.json"))
+        self.generation_config = GenerationConfig(**json.loads(path("generation_config.json").read_bytes()))
+        self.step = CompiledStep(json.loads(path(STEP).read_bytes()), self.config)
+        target, shapes = _field(manifest, "target", dict), _field(manifest, "shapes", dict)
+        self.backend: str = _field(target, "backend", str)
+        self.device: str = _field(target, "device", str)
+        options = _field(target, "compile_options", dict)
+        self.compile_options: dict[str, str] = {name: _field(options, name, str) for name in options}
+        self.max_length, self.batch_size = _count(shapes, "max_length"), _count(shapes, "batch_size")
+        self.prefill_buckets, self.cache_sizes = _counts(shapes, "prefill_buckets"), _counts(shapes, "cache_sizes")
+        self.layout: str = _field(manifest, "layout", str)
+        entries = _field(manifest, "programs", list)
+        self.programs = {files.shape: files for files in (program_files(entry, self.bundle) for entry in entries)}
+
+    def _check(self) -> None:
+        """Refuse files that are each as they were written, but do not belong together."""
+        manifest, spec = self.bundle.manifest, self.step.cache_spec
+        known, identity = _field(manifest, "model", dict), self.step.identity()
+        longest = self.max_length if spec.longest is None else min(self.max_length, spec.longest)
+        shapes = set(self.programs)
+        lengths = {min(size, longest) for size in self.cache_sizes}
+        cached = {(count, longest) for count in self.prefill_buckets} | {(1, length) for length in lengths}
+        limit = self.step.position_limit or self.max_length
+        recomputed = {(min(size, limit), 1) for size in self.cache_sizes}
+        pairs = {
+            "model_type": (known["model_type"], self.config.model_type),
+            "weights_digest": (known["weights_digest"], identity.weights),
+            "config_sha256": (known["config_sha256"], config_sha256(identity)),
+            "cache": (manifest["cache"], describe_cache(spec, self.batch_size, self.max_length)),
+            "dtype": (manifest["dtype"], str(spec.dtype).removeprefix("torch.")),
+            "vocab_size": (known["vocab_size"], self.step.vocab_size),
+            "cache_sizes": (self.cache_sizes[-1], self.max_length),
+        }
+        for name, (one, other) in pairs.items():
+            if json.dumps(one) != json.dumps(other):  # 1 is not true
+                raise self._misfit(f"{name} is {one!r} in one file and {other!r} in another")
+        wanted = [{StepShape(self.batch_size, *size) for size in sizes} for sizes in (cached, recomputed)]
+        if shapes not in wanted or len(shapes) != len(manifest["programs"]):
+            raise self._misfit(f"its programs are {', '.join(map(str, self.programs))}, and its sizes want others")
+
+    def _misfit(self, reason: str) -> BundleError:
+        return BundleError(
+            f"bundle {str(self.bundle.folder)!r} has parts that do not fit together ({reason}); make it anew with "
+            "`staticgen compile`"
+        )
 
     def __repr__(self) -> str:
         return (
@@ -136,22 +179,66 @@ class CompiledModel:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The model's tokenizer, of transformers; None where the bundle was made without one."""
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415
-
-        name = self.bundle.manifest["tokenizer"]
-        if name is None:
+        described = self.bundle.manifest["tokenizer"]
+        if described is None:
             return None
-        # A tokenizer that is one file needs no class of its own, and AutoTokenizer takes seconds to find that out.
-        cls = PreTrainedTokenizerFast if name == "tokenizer.json" else AutoTokenizer
-        return cls.from_pretrained(self.bundle.folder)
+        try:
+            return read_tokenizer(described["read_by"], self.bundle.folder)
+        except Exception as error:  # of tokenizers, which has no class of its own for them, and of transformers
+            raise self._misfit(f"the tokenizer cannot be read: {type(error).__name__}: {error}") from error
+
+
+def read_tokenizer(reader: str, folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer whose files are in ``folder``, read by one of :data:`TOKENIZERS`."""
+    if reader not in TOKENIZERS:
+        raise ValueError(f"its class is {reader!r}, expected one of {', '.join(TOKENIZERS)}")
+    # Never code that came with a tokenizer, and no question whether to run it.
+    return getattr(transformers, reader).from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+
+
+def _field(table: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = table[name]
+    if type(value) is not kind:
+        raise TypeError(f"{name} is {value!r}, expected a {kind.__name__}")
+    return value
+
+
+def _count(table: Mapping[str, Any], name: str) -> int:
+    value = _field(table, name, int)
+    if value < 1:
+        raise ValueError(f"{name} is {value}, expected a whole number from 1 on")
+    return value
+
+
+def _counts(table: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    values = _field(table, name, list)
+    if not values or not all(type(value) is int and value > 0 for value in values) or values != sorted(set(values)):
+        raise ValueError(f"{name} is {values!r}, expected ascending whole numbers from 1 on")
+    return tuple(values)
+
+
+def config_sha256(identity: Identity) -> str:
+    """SHA-256 of a config's fields that compute, as JSON with sorted keys."""
+    return hashlib.sha256(json.dumps(identity.config, sort_keys=True).encode()).hexdigest()
+
+
+def describe_cache(spec: CacheSpec, batch_size: int, max_length: int) -> dict[str, Any]:
+    """What is cached of rows of ``max_length`` tokens, for a manifest."""
+    return {
+        "layers": len(spec.layers),
+        "windows": list(spec.windows),
+        "bytes": spec.nbytes(batch_size, max_length),
+    }
 
 
 def program_files(entry: Mapping[str, Any], bundle: Bundle) -> ProgramFiles:
     """What the manifest says of one program, with paths."""
-    shape = StepShape(**{field.name: int(entry[field.name]) for field in fields(StepShape)})
-    paths = {role: bundle.path(name) for role, name in entry["files"].items()}
-    compiled = tuple((bundle.path(each["file"]), dict(each["made_for"])) for each in entry["compiled"])
-    return ProgramFiles(entry["name"], shape, paths, compiled)
+    shape = StepShape(**{field.name: _count(entry, field.name) for field in fields(StepShape)})
+    paths = {role: bundle.path(name) for role, name in _field(entry, "files", dict).items()}
+    compiled = tuple(
+        (bundle.path(each["file"]), _field(each, "made_for", dict)) for each in _field(entry, "compiled", list)
+    )
+    return ProgramFiles(_field(entry, "name", str), shape, paths, compiled)
 
 
 def _read_config(path: Path) -> Any:

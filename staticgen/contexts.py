@@ -124,8 +124,7 @@ class CachedContext(Context):
         return self._caches.nbytes
 
     def sizes(self) -> list[tuple[int, int]]:
-        lengths = self._caches.sizes
-        return [(count, lengths[-1]) for count in self._buckets] + [(1, length) for length in lengths]
+        return cached_sizes(self._buckets, self._caches.sizes)
 
     def clear(self) -> None:
         self._caches.clear()
@@ -217,6 +216,11 @@ class CachedContext(Context):
             raise
 
 
+def cached_sizes(buckets: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """The programs over a cache, (tokens, cache length) each: prefill over the largest, then decode over all."""
+    return [(count, lengths[-1]) for count in buckets] + [(1, length) for length in lengths]
+
+
 class RecomputedContext(Context):
     """Nothing is cached: every step runs the newest tokens of each row again, at positions from 0 on.
 
@@ -239,7 +243,7 @@ class RecomputedContext(Context):
         return self._nothing.buffers.nbytes
 
     def sizes(self) -> list[tuple[int, int]]:
-        return [(length, 1) for length in self._lengths]
+        return recomputed_sizes(self._lengths)
 
     def _take_in(self, rows: Sequence[torch.Tensor], window: int | None, ready: ReadyKeys | None) -> torch.Tensor:
         assert ready is None  # refused before
@@ -269,6 +273,11 @@ class RecomputedContext(Context):
         width = next(length for length in self._lengths if length >= longest)
         token_ids, position_ids = _left_padded(dict(enumerate(self._rows)), self._programs.batch, width)
         return self._programs.run(token_ids, position_ids, torch.zeros_like(position_ids), self._nothing)[0]
+
+
+def recomputed_sizes(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """The programs without a cache, (tokens, cache length) each."""
+    return [(length, 1) for length in lengths]
 
 
 def _columns(chunks: Sequence[int]) -> Iterator[slice]:

@@ -217,11 +217,14 @@ class Feeds:
             raise ValueError(f"feeds: the tensor {missing[0]!r} is missing; there are {sorted(tensors)}")
         return feeds
 
+    def sizes(self, shape: StepShape) -> list[list[int]]:
+        """The sizes of the inputs of a program of this size."""
+        return [list(part.size(shape, self.tensors)) for part in self.parts]
+
     def buffers(self, shape: StepShape) -> list[torch.Tensor]:
         """The inputs of a program of this size, zeroed."""
-        return [
-            torch.zeros(part.size(shape, self.tensors), dtype=self._dtype(part), device="cpu") for part in self.parts
-        ]
+        parts = zip(self.parts, self.sizes(shape), strict=True)
+        return [torch.zeros(size, dtype=self._dtype(part), device="cpu") for part, size in parts]
 
     def write_(self, buffers: Sequence[torch.Tensor], inputs: HostInputs) -> None:
         """Work out the inputs of one step, into :meth:`buffers` of its size."""

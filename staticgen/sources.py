@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from staticgen.backends import Backend, Program, open_backend
+from staticgen.bundle import Bundle
+from staticgen.compile_cache import CompileCache, code_digest, user_cache
 from staticgen.compiled import CompiledModel
-from staticgen.errors import BundleError
+from staticgen.errors import BackendUnavailableError, BundleError, UnknownNameError
 from staticgen.facts import StepFacts
 from staticgen.limits import fit_buckets, fit_cache_sizes, require_count
 from staticgen.shapes import StepShape
@@ -22,7 +30,10 @@ if TYPE_CHECKING:
 
     from staticgen.step import Step
 
+logger = logging.getLogger("staticgen")
+
 DEFAULT_MAX_LENGTH = 512
+_BLOB = "program.blob"
 
 
 class Source(ABC):
@@ -103,12 +114,44 @@ class LiveSource(Source):
         return not isinstance(model, CompiledModel) and model_stamp(model) == self._step.stamp
 
     def programs(self, shapes: Sequence[StepShape], stats: SessionStats) -> Mapping[StepShape, Program]:
-        made = {}
-        for shape in shapes:
+        cache = None if self.backend.conversion is None else user_cache()
+        if cache is None or not shapes:
+            return self._compile_all(shapes, stats)
+        return self._through_cache(cache, shapes, stats) or self._compile_all(shapes, stats)
+
+    def _compile_all(self, shapes: Sequence[StepShape], stats: SessionStats) -> dict[StepShape, Program]:
+        return {shape: _timed(stats, lambda: self.backend.compile(self._step, shape)) for shape in shapes}  # noqa: B023
+
+    def _through_cache(
+        self, cache: CompileCache, shapes: Sequence[StepShape], stats: SessionStats
+    ) -> dict[StepShape, Program] | None:
+        """Programs out of the cache, or into it; None where it cannot be written to."""
+        step, backend, converted = self._step, self.backend, conversion_key(self._step, self.backend)
+        model = _find(cache, "model", converted, stats)
+        if model is None:
             start = time.perf_counter()
-            made[shape] = self.backend.compile(self._step, shape)
-            stats.compiles += 1
+            model = cache.try_to_store("model", converted, lambda folder: backend.convert(step, folder))
             stats.compile_seconds += time.perf_counter() - start
+            if model is None:
+                return None
+        made: dict[StepShape, Program] = {}
+        for shape in shapes:
+            if not backend.keeps_blobs:
+                made[shape] = _timed(stats, lambda: backend.compile_converted(step, model.folder, shape))  # noqa: B023
+                continue
+            key = {**converted, **asdict(shape), "made_for": backend.made_for}
+            kept = _find(cache, "program", key, stats)
+            if kept is not None:
+                made[shape] = backend.load_blob(step, shape, kept.path(_BLOB))
+                stats.loads += 1
+                continue
+
+            def compile_into(folder: Path) -> None:
+                made[shape] = backend.compile_converted(step, model.folder, shape, folder / _BLOB)  # noqa: B023
+
+            _timed(stats, lambda: cache.try_to_store("program", key, compile_into))  # noqa: B023
+            if shape not in made:  # what was compiled could not be written
+                made[shape] = backend.compile_converted(step, model.folder, shape)
         return made
 
 
@@ -143,7 +186,16 @@ class CompiledSource(Source):
         self.max_length, self.batch_size = model.max_length, model.batch_size
         self.prefill_buckets, self.cache_sizes, self.layout = model.prefill_buckets, model.cache_sizes, model.layout
         options = {**model.compile_options, **(backend_options or {})}
-        self.backend = open_backend(model.backend, model.device if device is None else device, options)
+        try:
+            self.backend = open_backend(model.backend, model.device if device is None else device, options)
+        except (BackendUnavailableError, ValueError) as error:
+            if device is not None or backend_options:
+                raise
+            kind = type(error) if isinstance(error, BackendUnavailableError | UnknownNameError) else BundleError
+            raise kind(
+                f"bundle {str(model.bundle.folder)!r} was compiled for device {model.device!r} of backend "
+                f"{model.backend!r}: {error}. For another target, compile another bundle with `staticgen compile`"
+            ) from error
 
     @property
     def given(self) -> Any:
@@ -164,12 +216,50 @@ class CompiledSource(Source):
                 f"{', '.join(map(str, self._compiled.programs))}: use the layout that it was compiled for "
                 f"({self.layout!r}), or compile another bundle"
             )
-        return read_in_background(self.backend, self.step, [self._compiled.programs[shape] for shape in shapes], stats)
+        # What a short prompt needs first: the smallest prefill, then decode.
+        first = min((shape.tokens for shape in shapes if shape.tokens > 1), default=1)
+        ordered = sorted(shapes, key=lambda shape: (shape.tokens != first, shape.tokens, shape.cache_length))
+        return read_in_background(self.backend, self.step, [self._compiled.programs[shape] for shape in ordered], stats)
 
 
 def open_source(model: Any, *arguments: Any) -> Source:
     """The source of a model's programs; the arguments are those of :class:`LiveSource`."""
     return (CompiledSource if isinstance(model, CompiledModel) else LiveSource)(model, *arguments)
+
+
+def conversion_key(step: Step, backend: Backend) -> dict[str, Any]:
+    """What a converted step depends on, as JSON has it."""
+    identity = step.identity()
+    return {
+        "model_type": step.model_type,
+        "weights": identity.weights,
+        "config": hashlib.sha256(json.dumps(identity.config, sort_keys=True).encode()).hexdigest()[:16],
+        "dtype": str(step.dtype).removeprefix("torch."),
+        "form": asdict(step.form),
+        **(backend.conversion or {}),
+        **{name: version(name) for name in ("staticgen", "torch", "transformers")},
+        "code": code_digest(),
+    }
+
+
+def _find(cache: CompileCache, kind: str, key: Mapping[str, Any], stats: SessionStats) -> Bundle | None:
+    found = cache.find(kind, key)
+    if found is None:
+        stats.compile_cache.misses += 1
+        reason = f"{kind}: {cache.difference(kind, key)}"
+        stats.compile_cache.reason = stats.compile_cache.reason or reason
+        logger.info("not in the compile cache: %s", reason)
+    else:
+        stats.compile_cache.hits += 1
+    return found
+
+
+def _timed(stats: SessionStats, compile_one: Callable[[], Any]) -> Any:
+    start = time.perf_counter()
+    program = compile_one()
+    stats.compiles += 1
+    stats.compile_seconds += time.perf_counter() - start
+    return program
 
 
 def read_in_background(

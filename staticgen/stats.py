@@ -35,6 +35,21 @@ class CallStats:
 
 
 @dataclass
+class CacheStats:
+    """What a session found in the compile cache.
+
+    Attributes:
+        hits, misses: entries that were there, or not: the converted model, and its programs where the compiler's
+            work is kept. Both 0 where the cache is off.
+        reason: why the first one that was missing was: the fields in which the most similar entry differs.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    reason: str = ""
+
+
+@dataclass
 class SessionStats:
     """A session since it was made.
 
@@ -42,9 +57,10 @@ class SessionStats:
         compiles: programs compiled, one per step size; constant after warm-up.
         replays: program runs.
         compile_seconds: time that conversion and compilation took.
-        loads: programs read from files: a bundle's, or the compile cache's. Those that had to be compiled for this
-            device count as compiles too.
+        loads: programs read from files: a bundle's, or the compile cache's. Those of which there is nothing compiled
+            for this device are compiled, and count as compiles too.
         load_seconds: time that reading them took; they are read in another thread.
+        compile_cache: what was there already.
         cache_bytes: size of the key/value cache.
         prefix_hits, prefix_misses: prompts of which the prefix cache knew at least the first token, or nothing.
         prefix_bytes: size of what the prefix cache holds.
@@ -56,6 +72,7 @@ class SessionStats:
     compile_seconds: float = 0.0
     loads: int = 0
     load_seconds: float = 0.0
+    compile_cache: CacheStats = field(default_factory=CacheStats)
     cache_bytes: int = 0
     prefix_hits: int = 0
     prefix_misses: int = 0

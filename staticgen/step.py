@@ -231,7 +231,7 @@ class Step(nn.Module, StepFacts):
                 raise refusal(
                     f"layer {index} is {layer_type!r} but gives its attention sliding_window={cache.windows[index]}"
                 )
-        _freeze_rotary_embeddings(self.model)
+        freeze_rotary_embeddings(self.model)
         own = _clone_sharing_weights(model)
         own.set_attn_implementation("eager")  # sdpa of transformers 5.5 leaves out the soft-capping of Gemma 2
         expected = own(input_ids=ids, use_cache=False).logits[:, -1].float()
@@ -253,14 +253,20 @@ class Step(nn.Module, StepFacts):
             self.position_limit = unseen if limit is None else min(limit, unseen)
         self.logits_size = logits.shape[1]
         self._caching = sorted(cache.new_keys)
-        specs = []
-        for index in self._caching:
-            key, value = cache.new_keys[index], cache.new_values[index]
-            # Layers that read another one's keys and values need what they see of them, too.
-            readers = [cache.windows[reader] for reader, source in cache.sources.items() if source == index]
-            reach = None if None in readers else max(reader for reader in readers if reader)
-            specs.append(LayerSpec(key.shape[1], key.shape[3], value.shape[3], reach))
-        return CacheSpec(tuple(specs), cache.new_keys[self._caching[0]].dtype)
+        return cache_spec_of(cache)
+
+
+def cache_spec_of(cache: StepCache) -> CacheSpec:
+    """What the layers of a model cache, by what a step of it left."""
+    caching = sorted(cache.new_keys)
+    specs = []
+    for index in caching:
+        key, value = cache.new_keys[index], cache.new_values[index]
+        # Layers that read another one's keys and values need what they see of them, too.
+        readers = [cache.windows[reader] for reader, source in cache.sources.items() if source == index]
+        reach = None if None in readers else max(reader for reader in readers if reader)
+        specs.append(LayerSpec(key.shape[1], key.shape[3], value.shape[3], reach))
+    return CacheSpec(tuple(specs), cache.new_keys[caching[0]].dtype)
 
 
 # The steps of each model, one per form. A step refers to a copy of the model's modules, not to the model, so
@@ -317,12 +323,7 @@ def check_model(model: PreTrainedModel) -> None:
             f"{type(model).__name__} (model_type {kind!r}) is not a causal decoder with a language-model head; "
             "load it with AutoModelForCausalLM.from_pretrained"
         )
-    unknown = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
-    if unknown:
-        raise UnsupportedModelError(
-            f"model_type {kind!r} has layers of type {', '.join(sorted(unknown))}; "
-            f"supported are {', '.join(sorted(_KNOWN_LAYER_TYPES))}"
-        )
+    require_known_layers(config)
     dtypes = {tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()}
     if not dtypes <= _DTYPES:
         names = ", ".join(sorted(str(dtype) for dtype in dtypes - _DTYPES))
@@ -334,6 +335,16 @@ def check_model(model: PreTrainedModel) -> None:
     if devices != {"cpu"}:
         raise ValueError(
             f"model is on {', '.join(sorted(devices))}; staticgen reads its weights from the CPU: call model.to('cpu')"
+        )
+
+
+def require_known_layers(config: Any) -> None:
+    """Refuse a model with layers of a type that no step has."""
+    unknown = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
+    if unknown:
+        raise UnsupportedModelError(
+            f"model_type {config.model_type!r} has layers of type {', '.join(sorted(unknown))}; "
+            f"supported are {', '.join(sorted(_KNOWN_LAYER_TYPES))}"
         )
 
 
@@ -390,7 +401,7 @@ def _clone_sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
         ) from error
 
 
-def _freeze_rotary_embeddings(model: nn.Module) -> None:
+def freeze_rotary_embeddings(model: nn.Module) -> None:
     """Keep the frequencies that apply up to the trained length, which no step goes beyond.
 
     Their modules would look at the length in every forward, and share one tensor between two buffers, which

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,3 +39,12 @@ def bar() -> Progress:
     """A bar on standard error, if it would be seen and not stand between the results."""
     shown = console.is_terminal and not sys.stdout.isatty()
     return Progress(console=console, transient=True, disable=not shown, redirect_stdout=False)
+
+
+def quiet_transformers() -> None:
+    """Let transformers draw no bars and give no advice; the commands have their own."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # loading a GGUF file draws a bar that nothing else turns off
+    from transformers.utils import logging  # noqa: PLC0415
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

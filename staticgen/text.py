@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
+import safetensors.torch
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from staticgen.bundle import is_bundle
+from staticgen.bundle import is_bundle, sha256_of
+from staticgen.compile_cache import user_cache
 from staticgen.compiled import CompiledModel, open_compiled
 from staticgen.errors import BundleError
 
@@ -42,6 +45,24 @@ def default_model_file() -> Path:
     return files[0]
 
 
+def locate_model(source: str | Path | None = None) -> tuple[str, dict[str, str]]:
+    """Where a model is: what transformers' ``from_pretrained`` takes, and its argument for a GGUF file.
+
+    Raises:
+        FileNotFoundError: a path that does not exist.
+    """
+    path = default_model_file() if source is None else Path(source).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise FileNotFoundError(f"model {str(source)!r} is not a file; expected a GGUF file there")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir():
+        return str(path), {}
+    if path.is_absolute() or str(source).startswith((".", "~")):
+        raise FileNotFoundError(f"model {str(source)!r} is neither a folder nor a .gguf file")
+    return str(source), {}
+
+
 def load_text_model(
     source: str | Path | None = None, dtype: torch.dtype | None = None
 ) -> tuple[PreTrainedModel | CompiledModel, PreTrainedTokenizerBase]:
@@ -59,23 +80,40 @@ def load_text_model(
     """
     if source is not None and is_bundle(Path(source).expanduser()):
         return _load_bundle(Path(source).expanduser(), dtype)
+    place, files = locate_model(source)
+    if files:
+        return _load_gguf(Path(place, files["gguf_file"]), dtype or torch.float32)
+    return _load(place, dtype or torch.float32)
+
+
+def _load(place: str | Path, dtype: torch.dtype, **files: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - it imports every kind of model
 
-    path = default_model_file() if source is None else Path(source).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise FileNotFoundError(f"model {str(source)!r} is not a file; expected a GGUF file there")
-        place, files = str(path.parent), {"gguf_file": path.name}
-    elif path.is_dir():
-        place, files = str(path), {}
-    else:
-        if path.is_absolute() or str(source).startswith((".", "~")):
-            raise FileNotFoundError(f"model {str(source)!r} is neither a folder nor a .gguf file")
-        place, files = str(source), {}
     tokenizer = AutoTokenizer.from_pretrained(place, **files)
-    model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype or torch.float32, **files).eval()
-    if files and hasattr(model.config, "quantization_config"):
+    return AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **files).eval(), tokenizer
+
+
+def _load_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A GGUF file takes transformers a quarter of a minute to read; what it has read is kept in the compile cache."""
+    cache = user_cache()
+    libraries = {name: version(name) for name in ("transformers", "torch")}
+    key = {"name": path.name, "sha256": sha256_of(path), "dtype": str(dtype).removeprefix("torch."), **libraries}
+    if cache is not None and (kept := cache.find("checkpoint", key)) is not None:
+        return _load(kept.folder, dtype)
+    model, tokenizer = _load(path.parent, dtype, gguf_file=path.name)
+    if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # it speaks of the file, and OpenVINO would look for its kernels
+    if cache is not None:
+
+        def write(folder: Path) -> None:
+            # The model's own save_pretrained refuses, since what it was read from was quantised.
+            safetensors.torch.save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+            model.config.save_pretrained(folder)
+            assert model.generation_config is not None
+            model.generation_config.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+
+        cache.try_to_store("checkpoint", key, write)
     return model, tokenizer
 
 

@@ -8,6 +8,8 @@ import models
 import pytest
 import torch
 
+# Thousands of tiny models would fill the cache of whoever runs the tests; those of the cache make their own.
+os.environ["STATICGEN_CACHE"] = "off"
 torch.set_num_threads(max(1, (os.cpu_count() or 2) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 
 

@@ -14,11 +14,11 @@ import staticgen
 ROOT = Path(__file__).parent.parent
 # Each module may import those before it, never one after it.
 ORDER = [
-    "errors", "shapes", "masks", "feeds", "spans", "registry", "stats", "layouts", "rotary", "cache", "growth", "prompts", "ready", "prefix_cache",
-    "decoding", "constraints", "sampling", "calls", "profiles", "identity", "facts", "attention", "legacy", "step", "fed", "backends.base", "bundle", "compiled", "models", "backends",
-    "backends.eager", "backends.ir_rewrites", "backends.ir", "backends.openvino", "backends.npu", "limits", "sources", "programs", "contexts", "prefixes",
-    "request", "beams", "many", "progress", "holding", "session", "generation", "custom", "text", "detokenize", "completions", "", "flags", "terminal",
-    "compile.ir", "compile.compress", "compile.npu", "compile", "cli",
+    "errors", "machine", "devices", "shapes", "masks", "feeds", "spans", "registry", "stats", "layouts", "rotary", "cache", "growth", "prompts", "ready", "prefix_cache",
+    "decoding", "constraints", "sampling", "calls", "profiles", "identity", "facts", "attention", "legacy", "step", "fed", "backends.base", "bundle", "compile_cache", "compiled", "models", "backends",
+    "backends.eager", "backends.intel_npu", "backends.ir_rewrites", "backends.ir", "backends.openvino", "backends.npu", "limits", "sources", "programs", "contexts", "prefixes",
+    "request", "beams", "many", "progress", "holding", "session", "certificate", "generation", "custom", "text", "detokenize", "completions", "outline", "buckets", "measuring", "planning", "", "flags", "terminal",
+    "cli_devices", "cli_targets", "compile.ir", "compile.compress", "compile.npu", "compile.bundles", "compile", "inspection", "cli_bundles", "cli",
 ]  # fmt: skip
 
 
@@ -58,6 +58,7 @@ def test_only_a_backend_and_the_compiler_import_openvino():
                     "backends.openvino",
                     "compile.compress",
                     "compile.ir",
+                    "compile.npu",
                 )
 
 

@@ -219,5 +219,5 @@ def test_a_path_that_is_no_profile(tmp_path):
         load_profile("./nowhere.toml")
     with pytest.raises(FileNotFoundError, match="there is no such file"):
         load_profile(tmp_path / "a.toml")
-    with pytest.raises(ValueError, match="must end in .toml"):
+    with pytest.raises(ValueError, match=r"must end in \.toml"):
         load_profile(tmp_path)

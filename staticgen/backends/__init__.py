@@ -19,10 +19,11 @@ BACKENDS: Registry[Backend] = Registry(
         "eager": "staticgen.backends.eager:EagerBackend",
         "openvino": "staticgen.backends.openvino:OpenVINOBackend",
         "npu": "staticgen.backends.npu:NPUBackend",
+        "intel_npu": "staticgen.backends.intel_npu:IntelNPUBackend",
     },
 )
 
-# What "auto" tries, best first.
+# What "auto" tries, best first. Not intel_npu, which is archived.
 AUTO_ORDER = ("npu", "openvino", "eager")
 
 

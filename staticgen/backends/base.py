@@ -96,11 +96,12 @@ class Backend(ABC):
         prefill_buckets: sizes of prefill steps, ascending.
         cache_sizes: cache lengths at which decode is compiled besides the session's own, ascending.
         emulated: the device named is stood in for by another one.
+        keeps_blobs: what its compiler makes is worth keeping, by :meth:`compile_converted`.
     """
 
     name: ClassVar[str]
-    saves: ClassVar[bool] = False  # whether it has write and load
     emulated: bool = False
+    keeps_blobs: bool = False
 
     def __init__(self, device: str | None = None, options: Mapping[str, str] | None = None):
         self.device = device or "cpu"
@@ -122,13 +123,34 @@ class Backend(ABC):
         """What compiled code depends on besides the step: device, compiler, options; as JSON has it."""
         return {"backend": self.name, "device": self.device}
 
-    def write(self, step: Step, shapes: Mapping[str, StepShape], folder: Path) -> list[ProgramFiles]:
-        """Write programs into ``folder``, compiled for this device as far as that can be kept; by their names.
+    @property
+    def conversion(self) -> dict[str, Any] | None:
+        """What :meth:`convert` depends on besides the step, as JSON has it; None where nothing is converted."""
+        return None
+
+    def convert(self, step: Step, folder: Path) -> None:
+        """Write the step, with open sizes, as files that :meth:`compile_converted` reads.
+
+        Raises:
+            CompileError: it cannot be converted.
+        """
+        raise BackendUnavailableError(f"backend {self.name!r} writes no files")
+
+    def compile_converted(self, step: Step, folder: Path, shape: StepShape, blob: Path | None = None) -> Program:
+        """Compile what :meth:`convert` wrote for one size, and keep in ``blob`` what the compiler made of it.
 
         Raises:
             CompileError: as for :meth:`compile`.
         """
-        raise BackendUnavailableError(f"backend {self.name!r} has no programs that can be written to files")
+        raise BackendUnavailableError(f"backend {self.name!r} cannot run programs from files")
+
+    def load_blob(self, step: Step, shape: StepShape, blob: Path) -> Program:
+        """A program that :meth:`compile_converted` kept.
+
+        Raises:
+            CompileError: the device does not take it.
+        """
+        raise BackendUnavailableError(f"backend {self.name!r} cannot run programs from files")
 
     def load(self, step: StepFacts, files: ProgramFiles) -> tuple[Program, bool]:
         """Read a program that was written, and whether it had to be compiled for this device.

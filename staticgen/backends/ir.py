@@ -5,24 +5,30 @@ Conversion leaves every size open: for a 30-layer model it takes seconds, where 
 
 from __future__ import annotations
 
+import hashlib
+import os
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import BinaryIO
+from xml.etree import ElementTree
 
 import openvino as ov
 import torch
 from openvino.frontend import FrontEndManager
 from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
+from openvino.passes import ConstantFolding, Manager
 
 from staticgen.backends.base import ProgramFiles
 from staticgen.backends.ir_rewrites import transpose_heads_late
-from staticgen.bundle import sha256_of
 from staticgen.errors import CompileError
 from staticgen.fed import FedStep, fed_inputs, find_feeds
 from staticgen.feeds import Feeds, write_feeds
 from staticgen.shapes import StepShape
 from staticgen.step import Step
+
+_ALIGNMENT = 64  # of what is added to a common weights file
 
 # Converted steps with open sizes, kept as long as the step itself.
 _converted: weakref.WeakKeyDictionary[Step, ov.Model] = weakref.WeakKeyDictionary()
@@ -34,6 +40,7 @@ def write_ir(
     folder: Path,
     model: ov.Model | None = None,
     compress_to_fp16: bool = False,
+    report: Callable[[str], None] = lambda name: None,
 ) -> list[ProgramFiles]:
     """Write the step at some sizes into ``programs/NAME.xml``, with one ``weights.bin`` for all of them.
 
@@ -45,24 +52,81 @@ def write_ir(
         folder: of the bundle; it exists.
         model: the step with open sizes, if something was done to its weights; None for :func:`convert_step`.
         compress_to_fp16: store float32 weights as float16; they are computed with in the step's own dtype.
+        report: called with the name of each program before it is written.
     """
     programs = folder / "programs"
     programs.mkdir(exist_ok=True)
-    kept: dict[str, Path] = {}
+    weights = _Weights(folder / "weights.bin")
     feeds = feeds_of(step)
     shared = {} if feeds is None else write_feeds(feeds, folder)
     written = []
     for name, shape in shapes.items():
+        report(name)
         path = programs / f"{name}.xml"
-        ov.save_model(static_model(step, shape, model), path, compress_to_fp16=compress_to_fp16)
-        own = path.with_suffix(".bin")
-        digest = sha256_of(own)
-        if digest in kept:
-            own.unlink()
-        else:
-            kept[digest] = own.rename(folder / ("weights.bin" if not kept else f"weights-{len(kept) + 1}.bin"))
-        written.append(ProgramFiles(name, shape, {"model": path, "weights": kept[digest], **shared}))
+        static = static_model(step, shape, model)
+        if model is None:  # compressed weights would be folded too, to the large ones that they stand for
+            folding = Manager()
+            folding.register_pass(ConstantFolding())  # of sizes that are numbers now: less for every load to do
+            folding.run_passes(static)
+        ov.save_model(static, path, compress_to_fp16=compress_to_fp16)
+        weights.take_over(path)
+        written.append(ProgramFiles(name, shape, {"model": path, "weights": weights.path, **shared}))
     return written
+
+
+class _Weights:
+    """One file for the constants of several models in IR, each constant once.
+
+    IR says of a constant where in the model's ``.bin`` file it is. The first model's file becomes the common one; of
+    the others, what is not there yet is added, and their IR is made to say where it is.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._places: dict[tuple[int, bytes], int] = {}
+
+    def take_over(self, model: Path) -> None:
+        """Put the constants of a model into the common file; its own is gone then."""
+        own = model.with_suffix(".bin")
+        tree = ElementTree.parse(model)
+        constants = [data for data in tree.iter("data") if "offset" in data.attrib and "size" in data.attrib]
+        if not self._places:
+            own.rename(self.path)
+            with self.path.open("rb") as file:
+                for data in constants:
+                    self._places.setdefault(_constant(file, data), int(data.attrib["offset"]))
+            return
+        with own.open("rb") as file, self.path.open("r+b") as common:
+            for data in constants:
+                key = _constant(file, data)
+                if key not in self._places:
+                    end = common.seek(0, os.SEEK_END)
+                    self._places[key] = common.seek(-end % _ALIGNMENT, os.SEEK_CUR)
+                    file.seek(int(data.attrib["offset"]))
+                    common.write(file.read(key[0]))
+                data.set("offset", str(self._places[key]))
+        own.unlink()
+        tree.write(model, encoding="utf-8", xml_declaration=True)
+
+
+def _constant(file: BinaryIO, data: ElementTree.Element) -> tuple[int, bytes]:
+    """Size and digest of a constant."""
+    size = int(data.attrib["size"])
+    file.seek(int(data.attrib["offset"]))
+    return size, hashlib.sha256(file.read(size)).digest()
+
+
+def write_open(step: Step, folder: Path) -> None:
+    """Write the step with open sizes: ``step.xml`` and ``step.bin``."""
+    ov.save_model(convert_step(step), folder / "step.xml", compress_to_fp16=False)
+
+
+def read_open(core: ov.Core, folder: Path) -> ov.Model:
+    """What :func:`write_open` wrote."""
+    try:
+        return core.read_model(folder / "step.xml")
+    except RuntimeError as error:
+        raise CompileError(f"OpenVINO cannot read {str(folder / 'step.xml')!r}: {error}") from error
 
 
 def static_model(step: Step, shape: StepShape, model: ov.Model | None = None) -> ov.Model:

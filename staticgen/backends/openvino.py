@@ -5,7 +5,7 @@ The cache and the outputs are host memory that OpenVINO reads and writes in plac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from staticgen.errors import BackendUnavailableError, CompileError, UnknownNameE
 from staticgen.facts import StepFacts
 from staticgen.feeds import Feeds, HostInputs, read_feeds
 from staticgen.profiles import load_profile
-from staticgen.shapes import StepShape
+from staticgen.shapes import StepShape, slots_of
 
 try:
     import openvino as ov
@@ -35,15 +35,13 @@ if TYPE_CHECKING:
 
     from staticgen.step import Step
 
-# A blob that leaves its weights in the file that they came from.
-_WEIGHTLESS = {"CACHE_MODE": "OPTIMIZE_SIZE"}
-
 
 class OpenVINOProgram(Program):
     """An infer request over buffers that are bound once."""
 
     def __init__(self, compiled: ov.CompiledModel, step: StepFacts, shape: StepShape, feeds: Feeds | None):
         super().__init__(shape)
+        _require_ports(compiled, step, shape, feeds)
         self._request = compiled.create_infer_request()
         self._feeds = feeds
         size = (shape.batch, shape.tokens)
@@ -79,7 +77,6 @@ class OpenVINOBackend(Backend):
     """``device`` is OpenVINO's: CPU, GPU, GPU.1, AUTO:GPU,CPU ...; ``options`` are its properties."""
 
     name = "openvino"
-    saves = True
     default_device = "CPU"
 
     def __init__(self, device: str | None = None, options: Mapping[str, str] | None = None):
@@ -92,18 +89,19 @@ class OpenVINOBackend(Backend):
         self.cache_sizes = profile.cache_sizes
         self._check_options(options or {})
         self._options = {**profile.compile_options, **(options or {})}
+        # A stand-in, or several devices under one name, give nothing that can be taken back. A CPU compiles in a second,
+        # and a blob would be as large as the weights: without them (CACHE_MODE=OPTIMIZE_SIZE) it gave wrong logits.
+        self.keeps_blobs = not self.emulated and self.device.split(".")[0] in ("GPU", "NPU")
 
     def compile(self, step: Step, shape: StepShape) -> Program:
         from staticgen.backends.ir import feeds_of, static_model  # noqa: PLC0415 - it needs the model's classes
 
         model = static_model(step, shape)
-        return OpenVINOProgram(self._compile(model, step, shape, {}), step, shape, feeds_of(step))
+        return OpenVINOProgram(self._compile(model, step, shape), step, shape, feeds_of(step))
 
-    def _compile(
-        self, model: ov.Model, step: StepFacts, shape: StepShape, options: Mapping[str, str]
-    ) -> ov.CompiledModel:
+    def _compile(self, model: ov.Model, step: StepFacts, shape: StepShape) -> ov.CompiledModel:
         try:
-            return self._core.compile_model(model, self.device, {**self._all_options(step), **options})
+            return self._core.compile_model(model, self.device, self._all_options(step))
         except RuntimeError as error:
             raise CompileError(
                 f"OpenVINO device {self.device} refused the step {shape} in {step.dtype}: {error}"
@@ -122,42 +120,63 @@ class OpenVINOBackend(Backend):
                 found[name.lower()] = _as_json(self._core.get_property(device, name))
         return {**found, "options": dict(sorted(self._options.items()))}
 
-    def write(self, step: Step, shapes: Mapping[str, StepShape], folder: Path) -> list[ProgramFiles]:
-        from staticgen.backends.ir import write_ir  # noqa: PLC0415 - it needs the model's classes
+    @property
+    def conversion(self) -> dict[str, Any]:
+        return {"backend": "openvino", "openvino": ov.get_version()}
 
-        return [self.precompile(step, files) for files in write_ir(step, shapes, folder)]
+    def convert(self, step: Step, folder: Path) -> None:
+        from staticgen.backends.ir import write_open  # noqa: PLC0415 - it needs the model's classes
+
+        write_open(step, folder)
+
+    def compile_converted(self, step: Step, folder: Path, shape: StepShape, blob: Path | None = None) -> Program:
+        from staticgen.backends.ir import feeds_of, read_open, static_model  # noqa: PLC0415 - it needs the model's classes
+
+        compiled = self._compile(static_model(step, shape, read_open(self._core, folder)), step, shape)
+        if blob is not None:
+            blob.write_bytes(compiled.export_model().getvalue())
+        return OpenVINOProgram(compiled, step, shape, feeds_of(step))
+
+    def load_blob(self, step: Step, shape: StepShape, blob: Path) -> Program:
+        from staticgen.backends.ir import feeds_of  # noqa: PLC0415 - it needs the model's classes
+
+        return self._load_blob(step, shape, blob, feeds_of(step))
+
+    def _load_blob(self, step: StepFacts, shape: StepShape, blob: Path, feeds: Feeds | None) -> Program:
+        try:
+            compiled = self._core.import_model(blob.read_bytes(), self.device, self._all_options(step))
+        except RuntimeError as error:
+            raise CompileError(f"OpenVINO device {self.device} does not take {str(blob)!r}: {error}") from error
+        return OpenVINOProgram(compiled, step, shape, feeds)
 
     def precompile(self, step: StepFacts, files: ProgramFiles) -> ProgramFiles:
-        """Compile a program from its files for this device, and keep what came out beside its model.
-
-        Only where a device takes it back without its weights: another copy of them for each program would be too much.
-        """
-        if self.emulated or self.device != "CPU":
+        """Compile a program from its files for this device, and keep what came out beside its model."""
+        if not self.keeps_blobs:
             return files
-        compiled = self._compile(self._read(files), step, files.shape, _WEIGHTLESS)
+        compiled = self._compile(self._read(files), step, files.shape)
         blob = files.paths["model"].with_suffix(".blob")
         blob.write_bytes(compiled.export_model().getvalue())
         return replace(files, compiled=(*files.compiled, (blob, self.made_for)))
 
     def load(self, step: StepFacts, files: ProgramFiles) -> tuple[Program, bool]:
-        mine = self.made_for
-        blob = next((path for path, made_for in files.compiled if made_for == mine), None)
-        if blob is None:
-            compiled = self._compile(self._read(files), step, files.shape, {})
-        else:
-            options = {**self._all_options(step), **_WEIGHTLESS, "WEIGHTS_PATH": str(files.paths["weights"])}
-            try:
-                compiled = self._core.import_model(blob.read_bytes(), self.device, options)
-            except RuntimeError as error:
-                raise CompileError(f"OpenVINO device {self.device} does not take {str(blob)!r}: {error}") from error
-        feeds = read_feeds(files.paths["feeds"], files.paths["feed_tensors"]) if step.form.fed else None
-        return OpenVINOProgram(compiled, step, files.shape, feeds), blob is None
+        mine, feeds = self.made_for, _read_feeds(step, files)
+        for blob, made_for in files.compiled:
+            if made_for == mine:
+                return self._load_blob(step, files.shape, blob, feeds), False
+        return OpenVINOProgram(self._compile(self._read(files), step, files.shape), step, files.shape, feeds), True
 
     def _read(self, files: ProgramFiles) -> ov.Model:
+        if {"model", "weights"} - files.paths.keys():
+            raise CompileError(
+                f"program {files.name!r} has the files {dict(files.paths)}, expected 'model' and 'weights'"
+            )
         try:
             return self._core.read_model(files.paths["model"], files.paths["weights"])
         except RuntimeError as error:
-            raise CompileError(f"OpenVINO cannot read {str(files.paths['model'])!r}: {error}") from error
+            raise CompileError(
+                f"OpenVINO cannot read {str(files.paths['model'])!r}, which another version may have written: {error}; make "
+                "the bundle anew with `staticgen compile`"
+            ) from error
 
     def _precision(self, dtype: torch.dtype) -> dict[str, str]:
         """The step's own precision, or float32 on a device that has it not: OpenVINO would take a coarser one.
@@ -209,6 +228,47 @@ def missing_device_message(backend: str, device: str, present: list[str]) -> str
         f"backend {backend!r} wants OpenVINO device {device}, but OpenVINO finds {', '.join(present) or 'none'} here. "
         f"Alternatives: backend='openvino' (the CPU) or backend='auto'.{hint}"
     )
+
+
+def _read_feeds(step: StepFacts, files: ProgramFiles) -> Feeds | None:
+    """What the host feeds to a program from files."""
+    if not step.form.fed:
+        return None
+    if {"feeds", "feed_tensors"} - files.paths.keys():
+        raise CompileError(
+            f"program {files.name!r} has the files {dict(files.paths)}, expected 'feeds' and 'feed_tensors' among them"
+        )
+    try:
+        return read_feeds(files.paths["feeds"], files.paths["feed_tensors"])
+    except ValueError as error:
+        raise CompileError(f"program {files.name!r}: {error}") from error
+
+
+def _require_ports(compiled: ov.CompiledModel, step: StepFacts, shape: StepShape, feeds: Feeds | None) -> None:
+    """Refuse a program that is none of this step and size: its files may have been mixed up."""
+    layers, windows = step.cache_spec.layers, step.cache_spec.windows
+
+    def sizes(counts: Sequence[int], transposed_keys: bool) -> list[list[int]]:
+        pairs = list(zip(layers, counts, strict=True))
+        keys = [[layer.key_dim, count] if transposed_keys else [count, layer.key_dim] for layer, count in pairs]
+        values = [[count, layer.value_dim] for layer, count in pairs]
+        return [
+            [shape.batch, layer.heads, *size]
+            for part in (keys, values)
+            for layer, size in zip(layers, part, strict=True)
+        ]
+
+    slots = [[shape.batch, slots_of(window, shape.cache_length)] for window in windows]
+    past = sizes([layer.slots(shape.cache_length) for layer in layers], step.form.transposed_keys)
+    new = sizes([shape.tokens] * len(layers), False)
+    first = [[shape.batch, shape.tokens]] * 3 + slots if feeds is None else feeds.sizes(shape)
+    expected = first + past, [[shape.batch, step.logits_size]] + new
+    found = tuple([list(port.get_shape()) for port in ports] for ports in (compiled.inputs, compiled.outputs))
+    if found != expected:
+        raise CompileError(
+            f"a program for the step {shape} has inputs and outputs of sizes {found}, expected {expected}; if it is a "
+            "bundle's, make that anew with `staticgen compile`"
+        )
 
 
 def _share(tensor: torch.Tensor) -> Any:
