@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import load_file, save_file
 
-from staticgen import masks
+from staticgen.masks import alibi_scores, visible_keys
 from staticgen.shapes import EMPTY, StepShape, slots_of
 
 
@@ -139,7 +139,7 @@ class Mask:
 
     def write_(self, out: torch.Tensor, inputs: HostInputs, tensors: Mapping[str, torch.Tensor]) -> None:
         held = inputs.key_positions(self.group)
-        masks.visible(held, inputs.position_ids, inputs.first_positions, self.window, out)
+        visible_keys(held, inputs.position_ids, inputs.first_positions, self.window, out)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Alibi:
         return (shape.batch, len(self.slopes), 1, slots_of(self.held, shape.cache_length) + shape.tokens)
 
     def write_(self, out: torch.Tensor, inputs: HostInputs, tensors: Mapping[str, torch.Tensor]) -> None:
-        out.copy_(masks.alibi(inputs.key_positions(self.group), tuple(self.slopes), self.coarse))
+        out.copy_(alibi_scores(inputs.key_positions(self.group), tuple(self.slopes), self.coarse))
 
 
 Feed = TokenIds | PositionIds | Embeddings | Rotary | Mask | Alibi
