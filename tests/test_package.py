@@ -40,6 +40,10 @@ def test_imports_only_go_down():
                 # only compile/, which is installed below the package, imports relatively
                 assert node.level == int(name == "compile"), f"{name} imports relatively"
                 imported = [node.module if node.level == 0 else f"staticgen.compile.{node.module}"]
+                if node.module == "staticgen":
+                    imported = [
+                        f"staticgen.{alias.name}" if alias.name in ORDER else "staticgen" for alias in node.names
+                    ]
             for target in imported:
                 if target == "staticgen" or target.startswith("staticgen."):
                     inner = target.removeprefix("staticgen").removeprefix(".")

@@ -40,6 +40,7 @@ def write_ir(
     folder: Path,
     model: ov.Model | None = None,
     compress_to_fp16: bool = False,
+    fold: bool = False,
     report: Callable[[str], None] = lambda name: None,
 ) -> list[ProgramFiles]:
     """Write the step at some sizes into ``programs/NAME.xml``, with one ``weights.bin`` for all of them.
@@ -52,21 +53,23 @@ def write_ir(
         folder: of the bundle; it exists.
         model: the step with open sizes, if something was done to its weights; None for :func:`convert_step`.
         compress_to_fp16: store float32 weights as float16; they are computed with in the step's own dtype.
+        fold: work out what follows from the sizes, which saves every load a fifth of its time. It would undo the
+            compression of weights, too.
         report: called with the name of each program before it is written.
     """
     programs = folder / "programs"
     programs.mkdir(exist_ok=True)
-    weights = _Weights(folder / "weights.bin")
     feeds = feeds_of(step)
     shared = {} if feeds is None else write_feeds(feeds, folder)
+    weights = _Weights(folder / "weights.bin")
     written = []
     for name, shape in shapes.items():
         report(name)
         path = programs / f"{name}.xml"
         static = static_model(step, shape, model)
-        if model is None:  # compressed weights would be folded too, to the large ones that they stand for
+        if fold:
             folding = Manager()
-            folding.register_pass(ConstantFolding())  # of sizes that are numbers now: less for every load to do
+            folding.register_pass(ConstantFolding())
             folding.run_passes(static)
         ov.save_model(static, path, compress_to_fp16=compress_to_fp16)
         weights.take_over(path)

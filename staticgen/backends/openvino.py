@@ -41,7 +41,6 @@ class OpenVINOProgram(Program):
 
     def __init__(self, compiled: ov.CompiledModel, step: StepFacts, shape: StepShape, feeds: Feeds | None):
         super().__init__(shape)
-        _require_ports(compiled, step, shape, feeds)
         self._request = compiled.create_infer_request()
         self._feeds = feeds
         size = (shape.batch, shape.tokens)
@@ -49,6 +48,7 @@ class OpenVINOProgram(Program):
             self._inputs = [torch.zeros(size, dtype=torch.int64, device="cpu") for _ in range(3)]
         else:
             self._inputs = feeds.buffers(shape)
+        _require_ports(compiled, step, shape, self._inputs, feeds is None)
         self._logits = torch.zeros(shape.batch, step.logits_size, dtype=torch.float32, device="cpu")
         self._new = KVBuffers(step.cache_spec, shape.batch, shape.tokens)
         self._cache: KVCache | None = None
@@ -140,14 +140,13 @@ class OpenVINOBackend(Backend):
     def load_blob(self, step: Step, shape: StepShape, blob: Path) -> Program:
         from staticgen.backends.ir import feeds_of  # noqa: PLC0415 - it needs the model's classes
 
-        return self._load_blob(step, shape, blob, feeds_of(step))
+        return OpenVINOProgram(self._import(step, blob), step, shape, feeds_of(step))
 
-    def _load_blob(self, step: StepFacts, shape: StepShape, blob: Path, feeds: Feeds | None) -> Program:
+    def _import(self, step: StepFacts, blob: Path) -> ov.CompiledModel:
         try:
-            compiled = self._core.import_model(blob.read_bytes(), self.device, self._all_options(step))
+            return self._core.import_model(blob.read_bytes(), self.device, self._all_options(step))
         except RuntimeError as error:
             raise CompileError(f"OpenVINO device {self.device} does not take {str(blob)!r}: {error}") from error
-        return OpenVINOProgram(compiled, step, shape, feeds)
 
     def precompile(self, step: StepFacts, files: ProgramFiles) -> ProgramFiles:
         """Compile a program from its files for this device, and keep what came out beside its model."""
@@ -159,11 +158,14 @@ class OpenVINOBackend(Backend):
         return replace(files, compiled=(*files.compiled, (blob, self.made_for)))
 
     def load(self, step: StepFacts, files: ProgramFiles) -> tuple[Program, bool]:
-        mine, feeds = self.made_for, _read_feeds(step, files)
-        for blob, made_for in files.compiled:
-            if made_for == mine:
-                return self._load_blob(step, files.shape, blob, feeds), False
-        return OpenVINOProgram(self._compile(self._read(files), step, files.shape), step, files.shape, feeds), True
+        blob = next((path for path, made_for in files.compiled if self._suits(made_for)), None)
+        compiled = self._compile(self._read(files), step, files.shape) if blob is None else self._import(step, blob)
+        return OpenVINOProgram(compiled, step, files.shape, _read_feeds(step, files)), blob is None
+
+    def _suits(self, made_for: Mapping[str, Any]) -> bool:
+        """Whether something compiled is for this device: made by it, or by Intel's compiler for its kind of NPU."""
+        mine = self.made_for
+        return made_for == mine or made_for == {"npu_platform": mine.get("device_architecture")}
 
     def _read(self, files: ProgramFiles) -> ov.Model:
         if {"model", "weights"} - files.paths.keys():
@@ -244,7 +246,9 @@ def _read_feeds(step: StepFacts, files: ProgramFiles) -> Feeds | None:
         raise CompileError(f"program {files.name!r}: {error}") from error
 
 
-def _require_ports(compiled: ov.CompiledModel, step: StepFacts, shape: StepShape, feeds: Feeds | None) -> None:
+def _require_ports(
+    compiled: ov.CompiledModel, step: StepFacts, shape: StepShape, first: Sequence[torch.Tensor], slotted: bool
+) -> None:
     """Refuse a program that is none of this step and size: its files may have been mixed up."""
     layers, windows = step.cache_spec.layers, step.cache_spec.windows
 
@@ -258,11 +262,10 @@ def _require_ports(compiled: ov.CompiledModel, step: StepFacts, shape: StepShape
             for layer, size in zip(layers, part, strict=True)
         ]
 
-    slots = [[shape.batch, slots_of(window, shape.cache_length)] for window in windows]
+    slots = [[shape.batch, slots_of(window, shape.cache_length)] for window in windows if slotted]
     past = sizes([layer.slots(shape.cache_length) for layer in layers], step.form.transposed_keys)
     new = sizes([shape.tokens] * len(layers), False)
-    first = [[shape.batch, shape.tokens]] * 3 + slots if feeds is None else feeds.sizes(shape)
-    expected = first + past, [[shape.batch, step.logits_size]] + new
+    expected = [list(tensor.shape) for tensor in first] + slots + past, [[shape.batch, step.logits_size]] + new
     found = tuple([list(port.get_shape()) for port in ports] for ports in (compiled.inputs, compiled.outputs))
     if found != expected:
         raise CompileError(
