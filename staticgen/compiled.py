@@ -100,18 +100,24 @@ def _describe_rotations(step: StepFacts) -> dict[str, Any]:
 class CompiledModel:
     """A bundle that has been read and checked; taken wherever a transformers model is.
 
-    Attributes:
+    Args:
         bundle: its files and manifest.
+        unfinished: it is being made, and has no certificate yet.
+
+    Attributes:
+        bundle: as given.
         config, generation_config: the model's, of transformers.
         step: the facts of its step.
         max_length, batch_size, prefill_buckets, cache_sizes, layout, overflow: what it was compiled for.
     """
 
-    def __init__(self, bundle: Bundle):
+    def __init__(self, bundle: Bundle, unfinished: bool = False):
         self.bundle = bundle
         try:
             self._read(bundle.manifest)
             self._check()
+            if not unfinished:
+                _check_words(bundle.manifest)
         except BundleError:
             raise
         except Exception as error:  # configs of transformers raise anything
@@ -194,6 +200,27 @@ def read_tokenizer(reader: str, folder: Path) -> PreTrainedTokenizerBase:
         raise ValueError(f"its class is {reader!r}, expected one of {', '.join(TOKENIZERS)}")
     # Never code that came with a tokenizer, and no question whether to run it.
     return getattr(transformers, reader).from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+
+
+def _check_words(manifest: Mapping[str, Any]) -> None:
+    """Refuse a manifest without what is only for people, so that whoever prints it need not look."""
+    model, certificate = _field(manifest, "model", dict), _field(manifest, "certificate", dict)
+    _count(model, "parameters")
+    texts = [
+        manifest["created"],
+        manifest["weights"],
+        manifest["target"]["profile"],
+        certificate["reference"],
+        certificate["checked_on"],
+    ]
+    optional = [model["source"], model["revision"]]
+    if not all(isinstance(text, str) for text in (*texts, *(text for text in optional if text is not None))):
+        raise TypeError(f"of {texts + optional!r} not all are texts")
+    if not all(isinstance(text, str) for text in _field(manifest, "versions", dict).values()):
+        raise TypeError(f"versions are {manifest['versions']!r}, expected texts")
+    results = _field(certificate, "results", list)
+    if not results or not all(isinstance(one["largest_difference"], float) for one in results):
+        raise TypeError(f"results of the certificate are {results!r}")
 
 
 def _field(table: Mapping[str, Any], name: str, kind: type) -> Any:
