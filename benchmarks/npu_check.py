@@ -81,6 +81,7 @@ def check(rows, name, model, weights, options):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="tiny models with random weights")
+    parser.add_argument("--family", nargs="+", default=list(TINY), choices=list(TINY), help="of the tiny models")
     parser.add_argument("--model", help="folder or GGUF file; SmolLM2-135M if left out")
     parser.add_argument("--weights", nargs="+", default=None, help="f16, int8, int4, int4-g64")
     parser.add_argument("--cache", type=int, nargs="+", default=None, help="slots of the decode programs")
@@ -93,7 +94,7 @@ def main():
     rows: list[list[str]] = []
     try:
         if options.short:
-            for name in TINY:
+            for name in options.family:
                 # int8 rewrites the matmuls of all models alike, so that one stands for the others.
                 for weights in options.weights if name == "Llama" else options.weights[:1]:
                     check(rows, name, tiny_model(name), weights, options)

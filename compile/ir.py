@@ -10,7 +10,8 @@ from pathlib import Path
 import openvino as ov
 from transformers import PreTrainedModel
 
-from staticgen.backends.ir import static_model
+from staticgen.backends.ir import feeds_of, static_model
+from staticgen.feeds import write_feeds
 from staticgen.limits import fit_buckets, require_positions
 from staticgen.profiles import load_profile
 from staticgen.shapes import StepShape
@@ -31,6 +32,8 @@ def export_ir(
 
     Every dimension is fixed and nothing is stateful; inputs and outputs are named ``token_ids``, ``position_ids``,
     ``first_positions``, ``slot_positions.0`` ..., ``past_key.0`` ..., ``logits``, ``new_key.0`` ... Each file has its own copy of the weights.
+    Where the profile's steps are fed by the host, ``embeddings``, ``cos.0``, ``mask.0`` ... stand in the place of ids and positions, and
+    ``feeds.json`` and ``feeds.safetensors`` say how to work them out: :func:`staticgen.feeds.read_feeds`.
 
     Args:
         model: a causal decoder of transformers, on the CPU.
@@ -56,6 +59,9 @@ def export_ir(
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
+        feeds = feeds_of(step)
+        if feeds is not None:
+            write_feeds(feeds, unfinished)
         names = {"decode": 1, **{f"prefill_{tokens}": tokens for tokens in buckets}}
         for name, tokens in names.items():
             static = static_model(step, StepShape(batch_size, tokens, max_length))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -72,6 +73,7 @@ def compile_blob(
             raise FileNotFoundError(f"{str(path)!r} is missing; staticgen.compile.export_ir writes models and weights")
     target.parent.mkdir(parents=True, exist_ok=True)
     executable = find_compiler(compiler)
+    target.unlink(missing_ok=True)  # one of an earlier call would pass for a new one
     start = time.perf_counter()
     if executable is None:
         _compile_with_plugin(source, numbers, target, platform)
@@ -101,12 +103,15 @@ def find_compiler(given: str | Path | None = None) -> Path | None:
 
 
 def _compile_with(executable: Path, source: Path, weights: Path, target: Path, platform: str) -> None:
-    with tempfile.TemporaryDirectory(prefix="staticgen-npu-") as folder:
+    with tempfile.TemporaryDirectory(prefix=".staticgen-npu-", dir=target.parent) as folder:
         model = source
         if weights != source.with_suffix(".bin"):  # a compiler looks for them beside the model
-            model = Path(folder, "model.xml")
-            model.symlink_to(source)
-            model.with_suffix(".bin").symlink_to(weights)
+            model = Path(folder, source.name)
+            shutil.copy(source, model)
+            try:
+                os.link(weights, model.with_suffix(".bin"))
+            except OSError:  # on another file system
+                shutil.copy(weights, model.with_suffix(".bin"))
         command = [str(executable), str(model), str(target), platform]
         try:
             done = subprocess.run(
@@ -122,7 +127,7 @@ def _compile_with(executable: Path, source: Path, weights: Path, target: Path, p
     if done.returncode == UNAVAILABLE:
         raise BackendUnavailableError(f"the NPU compiler {str(executable)!r} cannot run here: {said}")
     if done.returncode:
-        target.unlink(missing_ok=True)
+        target.unlink(missing_ok=True)  # half of one, perhaps
         raise CompileError(f"the NPU compiler refused {str(source)!r} on NPU {platform}: {_reason(said)}")
 
 

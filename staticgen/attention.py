@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AttentionInterface, Cache
 
-from staticgen import masks
 from staticgen.errors import UnsupportedModelError
+from staticgen.masks import alibi_scores, visible_keys
 from staticgen.shapes import StepForm
 
 ATTENTION_NAME = "staticgen"
@@ -136,13 +136,14 @@ class StepCache(Cache):
         """bool [B, T, L + T]: where the queries may look among the keys of ``layer``."""
         return self._once(
             MaskKey(self._group(layer), window),
-            lambda: masks.visible(self.key_positions(layer), self._position_ids, self._first, window),
+            lambda: visible_keys(self.key_positions(layer), self._position_ids, self._first, window),
         )
 
     def alibi(self, layer: int, slopes: tuple[float, ...], coarse: bool = False) -> torch.Tensor:
-        """float32 [B, H, 1, L + T]: see :func:`staticgen.masks.alibi`."""
+        """float32 [B, H, 1, L + T]: see :func:`staticgen.masks.alibi_scores`."""
         return self._once(
-            AlibiKey(self._group(layer), slopes, coarse), lambda: masks.alibi(self.key_positions(layer), slopes, coarse)
+            AlibiKey(self._group(layer), slopes, coarse),
+            lambda: alibi_scores(self.key_positions(layer), slopes, coarse),
         )
 
     def _group(self, layer: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import load_file, save_file
 
-from staticgen import masks
+from staticgen.masks import alibi_scores, visible_keys
 from staticgen.shapes import EMPTY, StepShape, slots_of
 
 
@@ -139,7 +139,7 @@ class Mask:
 
     def write_(self, out: torch.Tensor, inputs: HostInputs, tensors: Mapping[str, torch.Tensor]) -> None:
         held = inputs.key_positions(self.group)
-        masks.visible(held, inputs.position_ids, inputs.first_positions, self.window, out)
+        visible_keys(held, inputs.position_ids, inputs.first_positions, self.window, out)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Alibi:
         return (shape.batch, len(self.slopes), 1, slots_of(self.held, shape.cache_length) + shape.tokens)
 
     def write_(self, out: torch.Tensor, inputs: HostInputs, tensors: Mapping[str, torch.Tensor]) -> None:
-        out.copy_(masks.alibi(inputs.key_positions(self.group), tuple(self.slopes), self.coarse))
+        out.copy_(alibi_scores(inputs.key_positions(self.group), tuple(self.slopes), self.coarse))
 
 
 Feed = TokenIds | PositionIds | Embeddings | Rotary | Mask | Alibi
@@ -217,11 +217,14 @@ class Feeds:
             raise ValueError(f"feeds: the tensor {missing[0]!r} is missing; there are {sorted(tensors)}")
         return feeds
 
+    def sizes(self, shape: StepShape) -> list[list[int]]:
+        """The sizes of the inputs of a program of this size."""
+        return [list(part.size(shape, self.tensors)) for part in self.parts]
+
     def buffers(self, shape: StepShape) -> list[torch.Tensor]:
         """The inputs of a program of this size, zeroed."""
-        return [
-            torch.zeros(part.size(shape, self.tensors), dtype=self._dtype(part), device="cpu") for part in self.parts
-        ]
+        parts = zip(self.parts, self.sizes(shape), strict=True)
+        return [torch.zeros(size, dtype=self._dtype(part), device="cpu") for part, size in parts]
 
     def write_(self, buffers: Sequence[torch.Tensor], inputs: HostInputs) -> None:
         """Work out the inputs of one step, into :meth:`buffers` of its size."""

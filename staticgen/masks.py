@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def visible(
+def visible_keys(
     held: torch.Tensor, asked: torch.Tensor, first: torch.Tensor, window: int | None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Where queries may look.
@@ -27,7 +27,7 @@ def visible(
     return seen if out is None else out.copy_(seen)
 
 
-def alibi(held: torch.Tensor, slopes: tuple[float, ...], coarse: bool) -> torch.Tensor:
+def alibi_scores(held: torch.Tensor, slopes: tuple[float, ...], coarse: bool) -> torch.Tensor:
     """Scores that grow with a key's position, by each head's slope (arXiv 2108.12409).
 
     Args:

@@ -7,6 +7,8 @@ import torch
 from models import random_prompt, reference
 
 from staticgen import UnknownNameError
+from staticgen.feeds import HostInputs, read_feeds
+from staticgen.shapes import StepShape
 
 
 @pytest.mark.parametrize("profile", ["intel-npu", "generic-cpu"])
@@ -16,6 +18,7 @@ def test_the_files_alone_give_the_tokens(tmp_path, family, profile):
     folder = tmp_path / "Qwen2.5-x 0.5B é"
     files = staticgen.compile.export_ir(family, folder, profile=profile, max_length=32, prefill_buckets=[8])
     assert [file.name for file in files] == ["decode.xml", "prefill_8.xml"]
+    assert (folder / "feeds.json").exists() == (profile == "intel-npu")
     core = ov.Core()
     decode, prefill = (core.read_model(file) for file in files)
     for model in (decode, prefill):
@@ -30,20 +33,27 @@ def test_the_files_alone_give_the_tokens(tmp_path, family, profile):
     }
     options = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
     decode, prefill = (core.compile_model(model, "CPU", options) for model in (decode, prefill))
-    slots = inputs["slot_positions.0"]
-    slots[:] = -1
-    length = slots.shape[1]  # of a model with a window: that
+    length = inputs["past_value.0"].shape[2]  # of a model with a window: that
+    slots = np.full((1, length), -1)
     prompt, tokens = random_prompt(5), []
+    feeds = read_feeds(folder / "feeds.json", folder / "feeds.safetensors") if profile == "intel-npu" else None
 
     def run(program, ids, positions):
-        feed = {**inputs, "token_ids": np.array([ids]), "position_ids": np.array([positions])}
-        feed["first_positions"] = np.zeros_like(feed["position_ids"])
+        given = {"token_ids": np.array([ids]), "position_ids": np.array([positions])}
+        given["first_positions"] = np.zeros_like(given["position_ids"])
+        if feeds is None:
+            feed = {**inputs, **given, "slot_positions.0": slots}
+        else:
+            buffers = feeds.buffers(StepShape(1, len(ids), 32))
+            held = [torch.from_numpy(slots)]
+            feeds.write_(buffers, HostInputs(*(torch.from_numpy(array) for array in given.values()), held))
+            feed = {**inputs, **{name: one.numpy() for name, one in zip(feeds.names, buffers, strict=True)}}
         output = dict(zip(results, program([feed[name] for name in names]).values(), strict=True))
         for column, position in enumerate(positions):
             if position >= 0:
                 place = position % length
                 slots[0, place] = position
-                for name in names[4:]:
+                for name in (name for name in names if name.startswith("past_")):
                     turned = name.startswith("past_key") and inputs[name].shape[-1] == length
                     slot = (..., place) if turned else (slice(None), slice(None), place)
                     inputs[name][slot] = output[name.replace("past", "new")][:, :, column]

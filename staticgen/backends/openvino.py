@@ -163,8 +163,7 @@ class OpenVINOBackend(Backend):
     def load(self, step: StepFacts, files: ProgramFiles) -> Program:
         blob = self._blob(files)
         compiled = self._compile(self._read(files), step, files.shape) if blob is None else self._import(step, blob)
-        feeds = read_feeds(files.paths["feeds"], files.paths["feed_tensors"]) if step.form.fed else None
-        return OpenVINOProgram(compiled, step, files.shape, feeds)
+        return OpenVINOProgram(compiled, step, files.shape, _read_feeds(step, files))
 
     def _blob(self, files: ProgramFiles) -> Path | None:
         """What is compiled for this device: by it, or by Intel's compiler for its generation of NPU."""
@@ -235,6 +234,20 @@ def missing_device_message(backend: str, device: str, present: list[str]) -> str
         f"backend {backend!r} wants OpenVINO device {device}, but OpenVINO finds {', '.join(present) or 'none'} here. "
         f"Alternatives: backend='openvino' (the CPU) or backend='auto'.{hint}"
     )
+
+
+def _read_feeds(step: StepFacts, files: ProgramFiles) -> Feeds | None:
+    """What the host feeds to a program from files."""
+    if not step.form.fed:
+        return None
+    if {"feeds", "feed_tensors"} - files.paths.keys():
+        raise CompileError(
+            f"program {files.name!r} has the files {dict(files.paths)}, expected 'feeds' and 'feed_tensors' among them"
+        )
+    try:
+        return read_feeds(files.paths["feeds"], files.paths["feed_tensors"])
+    except ValueError as error:
+        raise CompileError(f"program {files.name!r}: {error}") from error
 
 
 def _require_ports(
