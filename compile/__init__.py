@@ -2,9 +2,8 @@
 
 from .bundles import compile_bundle
 from .compress import WEIGHT_MODES, compress_weights
-from .ir import export_ir
 from .npu import PLATFORMS, NPUBlob, compile_blob, find_compiler
 
 __all__ = [
-    "PLATFORMS", "WEIGHT_MODES", "NPUBlob", "compile_blob", "compile_bundle", "compress_weights", "export_ir", "find_compiler",
+    "PLATFORMS", "WEIGHT_MODES", "NPUBlob", "compile_blob", "compile_bundle", "compress_weights", "find_compiler",
 ]  # fmt: skip

@@ -70,7 +70,9 @@ def compile_blob(
     numbers = source.with_suffix(".bin") if weights is None else Path(weights).absolute()
     for path in (source, numbers):
         if not path.is_file():
-            raise FileNotFoundError(f"{str(path)!r} is missing; staticgen.compile.export_ir writes models and weights")
+            raise FileNotFoundError(
+                f"{str(path)!r} is missing; a bundle has models in programs/ and their weights beside that folder"
+            )
     target.parent.mkdir(parents=True, exist_ok=True)
     executable = find_compiler(compiler)
     target.unlink(missing_ok=True)  # one of an earlier call would pass for a new one

@@ -10,15 +10,17 @@ import models
 import numpy as np
 import openvino as ov
 import pytest
-from staticgen.compile import PLATFORMS, compile_blob, export_ir, find_compiler
+from staticgen.compile import PLATFORMS, compile_blob, compile_bundle, find_compiler
 from staticgen.compile.npu import COMPILER_VARIABLE
 
+import staticgen
 from staticgen import BackendUnavailableError, CompileError, UnknownNameError
 from staticgen.backends.ir import static_model, write_ir
 from staticgen.profiles import load_profile
 from staticgen.shapes import StepForm, StepShape
 from staticgen.step import Step
 
+PROMPT = [5, 6, 7, 8, 9]
 ROOT = Path(__file__).parent.parent
 FORM = load_profile("intel-npu").form
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -188,6 +190,21 @@ def test_the_check_says_when_it_is_skipped_and_fails_when_it_must(script, monkey
     assert (status, said.splitlines()[-1]) == (0, "3 of 3 programs compiled")
 
 
-def test_exported_files_can_be_compiled(compiler, tmp_path):
-    (decode, *_) = export_ir(models.llama(**SIZES), tmp_path / "ir", max_length=32, prefill_buckets=[16])
-    assert compile_blob(decode, tmp_path / "decode.blob", "4000", compiler=compiler).nbytes > 100_000
+def test_a_bundle_has_blobs_where_the_compiler_is_at_hand(compiler, tmp_path, monkeypatch):
+    monkeypatch.setenv(COMPILER_VARIABLE, str(compiler))
+    model, stages = models.llama(**SIZES), []
+    made = compile_bundle(
+        model, tmp_path / "b", profile="intel-npu-4000", max_length=32, prefill_buckets=[16],
+        report=lambda stage, detail, part: stages.append(stage),
+    )  # fmt: skip
+    assert stages.count("blobs") == 2
+    for program in made.programs.values():
+        ((blob, made_for),) = program.compiled
+        assert made_for == {"npu_platform": "4000"}
+        assert blob.stat().st_size > 100_000
+    # Without that NPU the model is what runs.
+    session = staticgen.load(tmp_path / "b", backend_options={"NPUW_DEVICES": "CPU"})
+    assert session.stats.compiles == 2
+    assert session.generate([PROMPT], max_new_tokens=8)[0].tolist() == PROMPT + models.reference(model, PROMPT, 8)
+    plain = compile_bundle(model, tmp_path / "p", profile="intel-npu-4000", max_length=32, blobs=False)
+    assert not any(program.compiled for program in plain.programs.values())

@@ -18,7 +18,7 @@ ORDER = [
     "decoding", "constraints", "sampling", "calls", "profiles", "identity", "facts", "attention", "legacy", "step", "fed", "backends.base", "bundle", "compile_cache", "compiled", "models", "backends",
     "backends.eager", "backends.intel_npu", "backends.ir_rewrites", "backends.ir", "backends.openvino", "backends.npu", "limits", "sources", "programs", "contexts", "prefixes",
     "request", "beams", "many", "progress", "holding", "session", "certificate", "generation", "custom", "text", "detokenize", "completions", "outline", "buckets", "measuring", "planning", "", "flags", "terminal",
-    "cli_devices", "cli_targets", "compile.ir", "compile.compress", "compile.npu", "compile.bundles", "compile", "inspection", "cli_bundles", "cli",
+    "cli_devices", "cli_targets", "compile.compress", "compile.npu", "compile.bundles", "compile", "inspection", "cli_bundles", "cli",
 ]  # fmt: skip
 
 
@@ -62,7 +62,6 @@ def test_only_a_backend_and_the_compiler_import_openvino():
                     "backends.ir_rewrites",
                     "backends.openvino",
                     "compile.compress",
-                    "compile.ir",
                     "compile.npu",
                 )
 
