@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -149,7 +149,7 @@ def verify(
                 )  # fmt: skip
             Console(soft_wrap=True).print(table)
             print(f"{len(model.bundle.manifest['files'])} files are what the manifest says")
-            print(f"reference: {certificate['reference']}; run on {session.backend.description}")
+            print(f"reference: {certificate['reference']}; here: {session.backend.description}")
         if worse:
             raise typer.Exit(1)
 
@@ -204,7 +204,7 @@ def inspect(
         out.print(table)
         files = Table("program", "tokens", "cache", "compiled for")
         for one in model.programs.values():
-            compiled = "; ".join(str(made.get("platform") or made.get("full_device_name")) for _, made in one.compiled)
+            compiled = "; ".join(map(_made_for, (made_for for _, made_for in one.compiled)))
             files.add_row(
                 one.name, str(one.shape.tokens), str(one.shape.cache_length), compiled or "compiled where it runs"
             )
@@ -218,6 +218,11 @@ def inspect(
         for name, mine, its in against:
             differing.add_row(name, str(mine), str(its))
         out.print(differing)
+
+
+def _made_for(made_for: Mapping[str, Any]) -> str:
+    platform = made_for.get("npu_platform")
+    return str(made_for.get("full_device_name", "another device")) if platform is None else f"NPU {platform}"
 
 
 @cache_app.command("list")

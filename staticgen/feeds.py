@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from staticgen.masks import alibi_scores, visible_keys
 from staticgen.shapes import EMPTY, StepShape, slots_of
@@ -253,7 +253,8 @@ def write_feeds(feeds: Feeds, folder: Path) -> dict[str, Path]:
     """Write ``feeds.json`` and ``feeds.safetensors``; their paths, as ``feeds`` and ``feed_tensors``."""
     paths = {"feeds": folder / "feeds.json", "feed_tensors": folder / "feeds.safetensors"}
     paths["feeds"].write_text(json.dumps(feeds.describe(), indent=1) + "\n", encoding="utf-8")
-    save_file({name: tensor.contiguous() for name, tensor in feeds.tensors.items()}, paths["feed_tensors"])
+    # Not save_file, whose files only their owner can read.
+    paths["feed_tensors"].write_bytes(save({name: tensor.contiguous() for name, tensor in feeds.tensors.items()}))
     return paths
 
 

@@ -78,6 +78,7 @@ class OpenVINOBackend(Backend):
 
     name = "openvino"
     default_device = "CPU"
+    _stand_in = ""  # the device in whose place another one is named
 
     def __init__(self, device: str | None = None, options: Mapping[str, str] | None = None):
         super().__init__((device or self.default_device).upper(), options)
@@ -190,12 +191,11 @@ class OpenVINOBackend(Backend):
         An NPU computes in float16 whatever the model's dtype, and its plugin has no such option.
         """
         precision, capability = _PRECISION[dtype]
-        device = self.device.split(":")[-1].split(",")[0]
-        if not self.emulated:
-            if device.split(".", maxsplit=1)[0] == "NPU":
-                return {}
-            if capability not in self._core.get_property(device, "OPTIMIZATION_CAPABILITIES"):
-                precision = "f32"
+        device = self._stand_in if self.emulated else self.device.split(":")[-1].split(",")[0]
+        if device.split(".", maxsplit=1)[0] == "NPU":
+            return {}
+        if capability not in self._core.get_property(device, "OPTIMIZATION_CAPABILITIES"):
+            precision = "f32"
         return {"INFERENCE_PRECISION_HINT": precision}
 
     def _require_devices(self) -> None:
