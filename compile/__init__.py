@@ -1,6 +1,9 @@
 """Ahead of time, on a machine without the target: bundles, and the step as files for other compilers."""
 
 from .bundles import compile_bundle
-from .ir import export_ir
+from .compress import WEIGHT_MODES, compress_weights
+from .npu import PLATFORMS, NPUBlob, compile_blob, find_compiler
 
-__all__ = ["compile_bundle", "export_ir"]
+__all__ = [
+    "PLATFORMS", "WEIGHT_MODES", "NPUBlob", "compile_blob", "compile_bundle", "compress_weights", "find_compiler",
+]  # fmt: skip

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
+import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -40,6 +43,11 @@ from staticgen.shapes import StepShape
 from staticgen.sources import DEFAULT_MAX_LENGTH
 from staticgen.step import Step, check_model, step_for
 
+from .compress import WEIGHT_MODES, compress_weights
+from .npu import PLATFORMS, compile_blob
+
+logger = logging.getLogger("staticgen")
+
 AS_THEY_ARE = "as in the model"
 _STEPS = 8
 # Where nothing is rounded, the distributions of two ways to compute them are this near in nats, and a lot nearer.
@@ -64,8 +72,9 @@ class _Job:
     prefill_buckets: tuple[int, ...]
     cache_sizes: tuple[int, ...]
     weights: str | None
+    blobs: bool
     source: str | None
-    report: Callable[[str, str], None]
+    report: Callable[[str, str, float], None]
     step: Step = field(init=False)
 
 
@@ -81,13 +90,15 @@ def compile_bundle(
     prefill_buckets: Sequence[int] | None = None,
     cache_sizes: Sequence[int] | None = None,
     weights: str | None = None,
+    blobs: bool = True,
     source: str | None = None,
-    report: Callable[[str, str], None] = lambda stage, detail: None,
+    report: Callable[[str, str, float], None] = lambda stage, detail, part: None,
 ) -> CompiledModel:
     """Compile a model for a target and write everything that it replays there into a new folder.
 
-    The target need not be here. Programs are OpenVINO IR with every dimension fixed, over one file of weights;
-    where the target is here and keeps compiled programs without their weights (a CPU), those are written too.
+    The target need not be here. Programs are OpenVINO IR with every dimension fixed, over one file of weights. What a
+    compiler makes of them for a GPU or an NPU is kept besides, if the device is here; or, for a profile of one
+    generation of NPU, if its compiler is at hand (see :func:`staticgen.compile.compile_blob`).
 
     Args:
         model: a causal decoder of transformers, on the CPU, in the dtype that it is to have.
@@ -98,9 +109,11 @@ def compile_bundle(
         batch_size, prefill_buckets, cache_sizes: as in :class:`staticgen.Session`; None for the target's own.
         layout: the one to use by default; None for the target's. All layouts that keep keys and values run the same
             programs, ``"none"`` has its own.
-        weights: how weights are stored: None as they are, or ``"float16"``.
+        weights: how weights are stored: None as they are, ``"float16"``, or a mode of
+            :func:`staticgen.compile.compress_weights`.
+        blobs: whether to keep what a GPU's or an NPU's compiler makes; a copy of the weights for each program.
         source: where the model is from, in words; None for its config's own word.
-        report: called with the name of each stage as it begins, and what it is about.
+        report: called with the name of each stage as it begins, what it is about, and what part of the stage is done.
 
     Returns:
         the bundle, read back.
@@ -108,7 +121,7 @@ def compile_bundle(
     Raises:
         FileExistsError: ``folder`` exists.
         UnsupportedModelError, CompileError, UnknownNameError, ValueError, TypeError: as for a session.
-        BackendUnavailableError: the target's backend writes no bundles.
+        BackendUnavailableError: the target's backend writes no bundles, or NNCF is needed and not installed.
     """
     check_model(model)
     target = load_profile(profile)
@@ -117,8 +130,8 @@ def compile_bundle(
             f"profile {target.name!r} is for backend {target.backend!r}, for which no bundle can be made; profiles of the "
             "backends openvino and npu can be compiled for"
         )
-    if weights not in (None, "float16"):
-        raise ValueError(f"weights is {weights!r}, expected None or 'float16'")
+    if weights not in (None, "float16", *WEIGHT_MODES):
+        raise ValueError(f"weights is {weights!r}, expected None, 'float16' or one of {', '.join(WEIGHT_MODES)}")
     name = (layout or target.layout).strip().lower()
     layout_class(name)
     length = longest(model, DEFAULT_MAX_LENGTH) if max_length is None else require_count("max_length", max_length, 2)
@@ -129,46 +142,54 @@ def compile_bundle(
             raise ValueError(f"{limit} is {value}, but profile {target.name!r} goes up to {most}; lower it")
     buckets = fit_buckets(prefill_buckets, target.prefill_buckets, length)
     sizes = fit_cache_sizes(cache_sizes, target.cache_sizes, length)
-    job = _Job(model, tokenizer, target, name, length, rows, buckets, sizes, weights, source, report)
+    job = _Job(model, tokenizer, target, name, length, rows, buckets, sizes, weights, blobs, source, report)
     with new_folder(folder) as unfinished:
         _write(job, unfinished)
     return CompiledModel(read_bundle(folder))
 
 
 def _write(job: _Job, folder: Path) -> None:
-    job.report("step", job.model.config.model_type)
+    job.report("step", job.model.config.model_type, 0.0)
     job.step = step = step_for(job.model, job.profile.form)
     shapes = _shapes(job)
     description = describe_step(step)
-    job.report("convert", "")
-    convert_step(step)
-    programs = write_ir(
-        step,
-        shapes,
-        folder,
-        None,
-        job.weights == "float16",
-        lambda name: job.report("programs", f"{name} of {len(shapes)}"),
-    )
+    job.report("convert", "", 0.0)
+    model = convert_step(step)
+    if job.weights in WEIGHT_MODES:
+        job.report("compress", f"to {job.weights}", 0.0)
+        model = compress_weights(model, job.weights)
+
+    def report(name: str) -> None:
+        at = list(shapes).index(name)
+        job.report("programs", f"{name}, {at + 1} of {len(shapes)}", at / len(shapes))
+
+    # NPU compilers were tried with programs as they are.
+    fold = job.weights not in WEIGHT_MODES and job.profile.backend != "npu"
+    programs = write_ir(step, shapes, folder, model, job.weights == "float16", fold, report)
     backend = _backend_here(job)
-    if backend is not None and backend.keeps_blobs:
-        for at, files in enumerate(programs):
-            job.report("programs", f"{files.name} for {backend.description}")
-            programs[at] = backend.precompile(step, files)
+    if job.blobs:
+        programs = _compile_blobs(job, programs, backend)
     (folder / STEP).write_text(json.dumps(description, indent=1), encoding="utf-8")
     config = _without(job.model.config.to_dict(), ("_name_or_path", "auto_map"))
     (folder / "config.json").write_text(json.dumps(config, indent=1, default=str), encoding="utf-8")
     own = getattr(job.model, "generation_config", None)
     settings = {} if own is None else {key: value for key, value in own.to_dict().items() if value is not None}
     (folder / "generation_config.json").write_text(json.dumps(settings, indent=1, default=str), encoding="utf-8")
-    job.report("reference", "")
+    job.report("reference", "", 0.0)
     steps = min(_STEPS, job.max_length - 1)
-    golden = ask_reference(job.model, _prompts(job, job.max_length - steps), steps)
+    reference = job.model if step.dtype == torch.float32 else copy.deepcopy(job.model).float()
+    golden = ask_reference(reference, _prompts(job, job.max_length - steps), steps)
     save_golden(golden, folder / CERTIFICATE)
     manifest: dict[str, Any] = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": _model_entry(job),
-        "target": {"profile": job.profile.name, **job.profile.to_dict()},
+        "target": {
+            "profile": job.profile.name,
+            "backend": job.profile.backend,
+            "device": job.profile.device,
+            "compile_options": job.profile.compile_options,
+            **asdict(job.profile.form),
+        },
         "shapes": {
             "max_length": job.max_length,
             "batch_size": job.batch_size,
@@ -181,14 +202,40 @@ def _write(job: _Job, folder: Path) -> None:
         "cache": describe_cache(step.cache_spec, job.batch_size, job.max_length),
         "tokenizer": _write_tokenizer(job, folder),
         "programs": [_program_entry(files, folder) for files in programs],
-        "certificate": {"reference": f"transformers {version('transformers')}, torch on the CPU", "steps": steps},
+        "certificate": {
+            "reference": f"transformers {version('transformers')}, torch on the CPU, float32",
+            "steps": steps,
+        },
         "versions": library_versions(),
     }
-    job.report("check", "")
+    job.report("check", "", 0.0)
     write_manifest(folder, manifest)
     manifest["certificate"] |= _check(folder, golden, backend)
-    job.report("files", "")
+    job.report("files", "", 0.0)
     write_manifest(folder, manifest)
+
+
+def _compile_blobs(job: _Job, programs: Sequence[ProgramFiles], backend: OpenVINOBackend | None) -> list[ProgramFiles]:
+    """The programs, with what a compiler makes of them where it is at hand."""
+    platform = job.profile.compile_options.get("NPU_PLATFORM")
+    done = []
+    for at, files in enumerate(programs, start=1):
+        what = f"{files.name}, {at} of {len(programs)}"
+        if backend is not None and backend.keeps_blobs:
+            job.report("blobs", f"{what}, on {backend.description}", (at - 1) / len(programs))
+            done.append(backend.precompile(job.step, files))
+        elif backend is None and platform in PLATFORMS:
+            job.report("blobs", f"{what}, for NPU {platform}", (at - 1) / len(programs))
+            blob = files.paths["model"].with_suffix(".blob")
+            try:
+                compile_blob(files.paths["model"], blob, platform, weights=files.paths["weights"])
+            except BackendUnavailableError as error:
+                logger.info("the bundle has no blobs, its programs are compiled where they run: %s", error)
+                return list(programs)
+            done.append(replace(files, compiled=((blob, {"npu_platform": platform}),)))
+        else:
+            return list(programs)
+    return done
 
 
 def _shapes(job: _Job) -> dict[str, StepShape]:
@@ -220,20 +267,23 @@ def _backend_here(job: _Job) -> OpenVINOBackend | None:
 
 def _check(folder: Path, golden: Sequence[Golden], backend: OpenVINOBackend | None) -> dict[str, Any]:
     """Run the bundle against the reference: on the target, or on what stands for it here."""
-    model = CompiledModel(read_bundle(folder))
+    model = CompiledModel(read_bundle(folder), unfinished=True)
     session = Session(model, **({} if backend is not None else stand_in_arguments(model)))
     results = compare(session, golden, model.step.vocab_size)
+    on, device = session.backend.description, session.backend.made_for
+    del session
+    gc.collect()  # Windows renames no folder of which a file is mapped into memory
     exact = model.step.dtype == torch.float32 and model.bundle.manifest["weights"] == AS_THEY_ARE
     for one in results:
         if not one.kl < (_MOST_KL if exact else math.inf):  # NaN as well
             raise CompileError(
                 f"what was compiled does not compute what the model does: for a prompt of {one.prompt_tokens} tokens the "
                 f"logits differ by up to {one.largest_difference:.3g} and the distributions by {one.kl:.3g} nats on "
-                f"{session.backend.description}; nothing was written"
+                f"{on}; nothing was written"
             )
     return {
-        "checked_on": session.backend.description,
-        "device": session.backend.made_for,
+        "checked_on": on,
+        "device": device,
         "results": [one.to_dict() for one in results],
     }
 

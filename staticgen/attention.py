@@ -15,6 +15,7 @@ import torch
 from transformers import AttentionInterface, Cache
 
 from staticgen.errors import UnsupportedModelError
+from staticgen.masks import alibi_scores, visible_keys
 from staticgen.shapes import StepForm
 
 ATTENTION_NAME = "staticgen"
@@ -57,6 +58,21 @@ class PastAndNew(NamedTuple):
     layer: int
 
 
+class MaskKey(NamedTuple):
+    """Layers with the same slots and window share a mask."""
+
+    group: int
+    window: int | None
+
+
+class AlibiKey(NamedTuple):
+    """Layers with the same slots and slopes share their ALiBi scores."""
+
+    group: int
+    slopes: tuple[float, ...]
+    coarse: bool
+
+
 class StepCache(Cache):
     """The cache that a model sees during one step; collects the new keys and values.
 
@@ -83,8 +99,7 @@ class StepCache(Cache):
         self.sources: dict[int, int] = {}
         self._past = past or {}
         self._position_ids = position_ids
-        first = torch.zeros_like(position_ids) if first_positions is None else first_positions
-        self._first, self._asked = first[:, :, None], position_ids[:, :, None]
+        self._first = torch.zeros_like(position_ids) if first_positions is None else first_positions
         self._made: dict[Any, torch.Tensor] = {}
 
     def update(  # type: ignore[override]
@@ -118,29 +133,18 @@ class StepCache(Cache):
         return self._once(("keys", past.group), lambda: torch.cat([past.slot_positions, self._position_ids], dim=1))
 
     def mask(self, layer: int, window: int | None) -> torch.Tensor:
-        """bool [B, 1, 1, T, L + T]: where the queries may look among the keys of ``layer``."""
-
-        def make() -> torch.Tensor:
-            held = self.key_positions(layer)[:, None, :]
-            visible = (held >= self._first) & (held <= self._asked)
-            if window is not None:
-                visible = visible & (self._asked - held < window)
-            return visible[:, None, None]
-
-        return self._once(("mask", self._group(layer), window), make)
+        """bool [B, T, L + T]: where the queries may look among the keys of ``layer``."""
+        return self._once(
+            MaskKey(self._group(layer), window),
+            lambda: visible_keys(self.key_positions(layer), self._position_ids, self._first, window),
+        )
 
     def alibi(self, layer: int, slopes: tuple[float, ...], coarse: bool = False) -> torch.Tensor:
-        """float32 [B, H, 1, L + T]: scores that grow with a key's position, by each head's slope (arXiv 2108.12409).
-
-        With ``coarse`` slopes, positions and their product are rounded to bfloat16, as Falcon does.
-        """
-
-        def make() -> torch.Tensor:
-            held = self.key_positions(layer).clamp(min=0)[:, None, None, :].float()
-            slope = torch.tensor(slopes, device=held.device)[None, :, None, None]
-            return _to_bfloat16(_to_bfloat16(slope) * _to_bfloat16(held)) if coarse else slope * held
-
-        return self._once(("alibi", self._group(layer), slopes, coarse), make)
+        """float32 [B, H, 1, L + T]: see :func:`staticgen.masks.alibi_scores`."""
+        return self._once(
+            AlibiKey(self._group(layer), slopes, coarse),
+            lambda: alibi_scores(self.key_positions(layer), slopes, coarse),
+        )
 
     def _group(self, layer: int) -> int:
         past = self._past.get(layer)
@@ -211,7 +215,7 @@ def static_attention(
             raise UnsupportedModelError(
                 f"{type(module).__name__} has a softcap or a sink in its scores, which attention 'sdpa' has not: use 'split'"
             )
-        mask = step.mask(layer, sliding_window)[..., -tokens:, :].expand(-1, kv_heads, group, -1, -1)
+        mask = step.mask(layer, sliding_window)[:, None, None, -tokens:].expand(-1, kv_heads, group, -1, -1)
         if bias is not None:
             grouped = bias.reshape(bias.shape[0], kv_heads, group, bias.shape[2], -1)
             mask = torch.where(mask, grouped, MASKED).to(query.dtype)
@@ -234,7 +238,7 @@ def static_attention(
     if bias is not None:
         scores = scores + bias.reshape(bias.shape[0], kv_heads, group, bias.shape[2], columns)
     # A model may drop all queries but the last (Gemma 4, in layers that cache nothing).
-    scores = scores.masked_fill(~step.mask(layer, sliding_window)[..., -tokens:, :], MASKED)
+    scores = scores.masked_fill(~step.mask(layer, sliding_window)[:, None, None, -tokens:], MASKED)
     if s_aux is not None:
         sink = s_aux.float().reshape(1, kv_heads, group, 1, 1).expand(batch, -1, -1, tokens, 1)
         scores = torch.cat([scores, sink], dim=-1)
@@ -246,12 +250,6 @@ def static_attention(
     else:
         output = weights @ new_values
     return output.reshape(batch, heads, tokens, output.shape[3]).transpose(1, 2).contiguous(), None
-
-
-def _to_bfloat16(numbers: torch.Tensor) -> torch.Tensor:
-    """float32 rounded to the 8 bits of bfloat16, in float32 arithmetic: a compiler may drop a cast there and back."""
-    lifted = numbers * 65537.0
-    return lifted - (lifted - numbers)
 
 
 def _transposed(past_keys: torch.Tensor | None, already: bool) -> torch.Tensor | None:

@@ -223,7 +223,7 @@ def _open(given: Mapping[str, Any], prompts: list[Any], max_length: int) -> tupl
 
 def _opening(complete: Completion, load_seconds: float) -> list[str]:
     stats = complete.session.stats
-    if stats.compiles or not stats.loads:
+    if stats.compile_seconds or not stats.loads:
         known = ", converted before" if stats.compile_cache.hits else ""
         return [
             f"load {load_seconds:.1f} s",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 cache_app = typer.Typer(no_args_is_help=True, help="What was compiled before, and is kept for the next time.")
 # What a compile goes through, and what part of the whole each stage takes, roughly: measured with SmolLM2 for a CPU.
 STAGES = {
-    "import": 3, "load": 2, "step": 1, "convert": 5, "compress": 2, "programs": 5, "reference": 3, "check": 5, "files": 1,
+    "import": 3, "load": 2, "step": 1, "convert": 5, "compress": 2, "programs": 5, "blobs": 100, "reference": 3, "check": 5, "files": 1,
 }  # fmt: skip
+_NOT_ALWAYS = ("compress", "blobs")
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -47,8 +48,12 @@ def compile_model(
         str | None, typer.Option(help="float32, bfloat16 or float16. (default: the target's first)")
     ] = None,
     weights: Annotated[
-        str | None, typer.Option(help="How weights are stored: float16. (default: as in the model)")
+        str | None,
+        typer.Option(help="How weights are stored: float16, int8, int4 or int4-g64. (default: as in the model)"),
     ] = None,
+    blobs: Annotated[
+        bool, typer.Option(help="Keep what the compiler of a GPU or an NPU makes, where it is at hand.")
+    ] = True,
     prefill_buckets: Annotated[
         list[int] | None, typer.Option(help="Tokens of a prefill step; repeat for several sizes.")
     ] = None,
@@ -63,7 +68,7 @@ def compile_model(
     with errors():
         begun = time.perf_counter()
         with _stages() as report:
-            report("import", "")
+            report("import", "", 0.0)
             from staticgen.compile import compile_bundle  # noqa: PLC0415
             from staticgen.profiles import load_profile  # noqa: PLC0415
             from staticgen.text import DTYPES, load_text_model  # noqa: PLC0415
@@ -77,12 +82,12 @@ def compile_model(
             if output.exists():
                 raise FileExistsError(f"folder {str(output)!r} exists already; choose another or remove it")
             quiet_transformers()
-            report("load", str(model or "the default model"))
+            report("load", str(model or "the default model"), 0.0)
             network, tokenizer = load_text_model(model, DTYPES[chosen])
             compiled = compile_bundle(
                 network, output, tokenizer=tokenizer, profile=profile, max_length=max_length, batch_size=batch_size,
                 layout=layout, prefill_buckets=prefill_buckets or None, cache_sizes=cache_sizes or None,
-                weights=weights, source=_source(model), report=report,
+                weights=weights, blobs=blobs, source=_source(model), report=report,
             )  # fmt: skip
         manifest = compiled.bundle.manifest
         worst = max(one["largest_difference"] for one in manifest["certificate"]["results"])
@@ -144,7 +149,7 @@ def verify(
                 )  # fmt: skip
             Console(soft_wrap=True).print(table)
             print(f"{len(model.bundle.manifest['files'])} files are what the manifest says")
-            print(f"reference: {certificate['reference']}; run on {session.backend.description}")
+            print(f"reference: {certificate['reference']}; here: {session.backend.description}")
         if worse:
             raise typer.Exit(1)
 
@@ -199,7 +204,7 @@ def inspect(
         out.print(table)
         files = Table("program", "tokens", "cache", "compiled for")
         for one in model.programs.values():
-            compiled = "; ".join(str(made.get("platform") or made.get("full_device_name")) for _, made in one.compiled)
+            compiled = "; ".join(map(_made_for, (made_for for _, made_for in one.compiled)))
             files.add_row(
                 one.name, str(one.shape.tokens), str(one.shape.cache_length), compiled or "compiled where it runs"
             )
@@ -213,6 +218,11 @@ def inspect(
         for name, mine, its in against:
             differing.add_row(name, str(mine), str(its))
         out.print(differing)
+
+
+def _made_for(made_for: Mapping[str, Any]) -> str:
+    platform = made_for.get("npu_platform")
+    return str(made_for.get("full_device_name", "another device")) if platform is None else f"NPU {platform}"
 
 
 @cache_app.command("list")
@@ -262,7 +272,7 @@ def _cache() -> Any:
 
 
 @contextmanager
-def _stages() -> Iterator[Callable[[str, str], None]]:
+def _stages() -> Iterator[Callable[[str, str, float], None]]:
     """A bar over the stages of a compile; lines where nobody looks."""
     begun = time.perf_counter()
     columns = (
@@ -270,14 +280,19 @@ def _stages() -> Iterator[Callable[[str, str], None]]:
         TimeRemainingColumn(),
     )  # fmt: skip
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=sum(STAGES.values()))
-        names = list(STAGES)
+        task = progress.add_task("")
+        stages = {name: size for name, size in STAGES.items() if name not in _NOT_ALWAYS}
 
-        def report(stage: str, detail: str) -> None:
-            done = sum(STAGES[name] for name in names[: names.index(stage)])
-            progress.update(task, completed=done, description=f"{stage} {detail}".strip())
+        def report(stage: str, detail: str, part: float) -> None:
+            nonlocal stages
+            if stage not in stages:
+                stages = {name: size for name, size in STAGES.items() if name in (*stages, stage)}
+            names = list(stages)
+            done = sum(stages[name] for name in names[: names.index(stage)]) + part * stages[stage]
+            words = f"{stage} {detail}".strip()
+            progress.update(task, total=sum(stages.values()), completed=done, description=words)
             if not console.is_terminal:
-                console.print(f"{time.perf_counter() - begun:7.1f} s  {stage} {detail}".rstrip(), soft_wrap=True)
+                console.print(f"{time.perf_counter() - begun:7.1f} s  {words}", soft_wrap=True)
 
         yield report
 

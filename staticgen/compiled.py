@@ -100,18 +100,24 @@ def _describe_rotations(step: StepFacts) -> dict[str, Any]:
 class CompiledModel:
     """A bundle that has been read and checked; taken wherever a transformers model is.
 
-    Attributes:
+    Args:
         bundle: its files and manifest.
+        unfinished: it is being made, and has no certificate yet.
+
+    Attributes:
+        bundle: as given.
         config, generation_config: the model's, of transformers.
         step: the facts of its step.
         max_length, batch_size, prefill_buckets, cache_sizes, layout, overflow: what it was compiled for.
     """
 
-    def __init__(self, bundle: Bundle):
+    def __init__(self, bundle: Bundle, unfinished: bool = False):
         self.bundle = bundle
         try:
             self._read(bundle.manifest)
             self._check()
+            if not unfinished:
+                _check_words(bundle.manifest)
         except BundleError:
             raise
         except Exception as error:  # configs of transformers raise anything
@@ -130,7 +136,8 @@ class CompiledModel:
         target, shapes = _field(manifest, "target", dict), _field(manifest, "shapes", dict)
         self.backend: str = _field(target, "backend", str)
         self.device: str = _field(target, "device", str)
-        self.compile_options: dict[str, str] = _field(target, "compile_options", dict)
+        options = _field(target, "compile_options", dict)
+        self.compile_options: dict[str, str] = {name: _field(options, name, str) for name in options}
         self.max_length, self.batch_size = _count(shapes, "max_length"), _count(shapes, "batch_size")
         self.prefill_buckets, self.cache_sizes = _counts(shapes, "prefill_buckets"), _counts(shapes, "cache_sizes")
         self.layout: str = _field(manifest, "layout", str)
@@ -157,7 +164,7 @@ class CompiledModel:
             "cache_sizes": (self.cache_sizes[-1], self.max_length),
         }
         for name, (one, other) in pairs.items():
-            if one != other:
+            if json.dumps(one) != json.dumps(other):  # 1 is not true
                 raise self._misfit(f"{name} is {one!r} in one file and {other!r} in another")
         wanted = [{StepShape(self.batch_size, *size) for size in sizes} for sizes in (cached, recomputed)]
         if shapes not in wanted or len(shapes) != len(manifest["programs"]):
@@ -193,6 +200,27 @@ def read_tokenizer(reader: str, folder: Path) -> PreTrainedTokenizerBase:
         raise ValueError(f"its class is {reader!r}, expected one of {', '.join(TOKENIZERS)}")
     # Never code that came with a tokenizer, and no question whether to run it.
     return getattr(transformers, reader).from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+
+
+def _check_words(manifest: Mapping[str, Any]) -> None:
+    """Refuse a manifest without what is only for people, so that whoever prints it need not look."""
+    model, certificate = _field(manifest, "model", dict), _field(manifest, "certificate", dict)
+    _count(model, "parameters")
+    texts = [
+        manifest["created"],
+        manifest["weights"],
+        manifest["target"]["profile"],
+        certificate["reference"],
+        certificate["checked_on"],
+    ]
+    optional = [model["source"], model["revision"]]
+    if not all(isinstance(text, str) for text in (*texts, *(text for text in optional if text is not None))):
+        raise TypeError(f"of {texts + optional!r} not all are texts")
+    if not all(isinstance(text, str) for text in _field(manifest, "versions", dict).values()):
+        raise TypeError(f"versions are {manifest['versions']!r}, expected texts")
+    results = _field(certificate, "results", list)
+    if not results or not all(isinstance(one["largest_difference"], float) for one in results):
+        raise TypeError(f"results of the certificate are {results!r}")
 
 
 def _field(table: Mapping[str, Any], name: str, kind: type) -> Any:

@@ -1,16 +1,20 @@
-"""Figures of this machine's CPU, measured, for profiles that cannot have them."""
+"""Figures of this machine's CPU, measured, for profiles that cannot have them.
+
+Other work on the machine only makes a run slower, so that short ones are repeated for a second and the fastest counts.
+"""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable
+from itertools import cycle
 
 import torch
 
-_READ = 1 << 28  # bytes; more than any cache of a CPU holds
-_SIDE = 1024  # of the matrices that are multiplied
-_TIMES = 7
+_COLUMNS, _ROWS, _PARTS = 8192, 1024, 8  # float32: 32 MiB a part, in all more than a CPU's caches hold
+_SIDE = 512  # of the matrices that are multiplied
+_SECONDS, _RUNS = 1.0, 10  # at least
 
 
 def measure_bandwidth() -> float:
@@ -19,16 +23,22 @@ def measure_bandwidth() -> float:
     Where a written line is read first, a copy moves more than it counts, and the product, which is what decoding
     mostly does, is ahead.
     """
-    source = torch.ones(_READ // 4)
-    target, matrix = torch.empty_like(source), source.view(-1, 8192)
-    vector = torch.ones(8192)
-    return max(2 * source.nbytes / _best(lambda: target.copy_(source)), matrix.nbytes / _best(lambda: matrix @ vector))
+    source = torch.ones(_PARTS, _ROWS, _COLUMNS)
+    target, vector = torch.empty_like(source), torch.ones(_COLUMNS)
+    nbytes = source[0].nbytes
+    copied, read = cycle(range(_PARTS)), cycle(source)
+
+    def copy() -> None:
+        part = next(copied)
+        target[part].copy_(source[part])
+
+    return max(2 * nbytes / _fastest(copy), nbytes / _fastest(lambda: next(read) @ vector))
 
 
 def measure_peak(dtype: torch.dtype) -> float:
-    """FLOP/s at which torch multiplies matrices of this dtype; the best of seven products."""
+    """FLOP/s at which torch multiplies matrices of this dtype, at best."""
     left, right = torch.ones(_SIDE, _SIDE, dtype=dtype), torch.ones(_SIDE, _SIDE, dtype=dtype)
-    return 2 * _SIDE**3 / _best(lambda: left @ right)
+    return 2 * _SIDE**3 / _fastest(lambda: left @ right)
 
 
 def measure_memory() -> int | None:
@@ -38,11 +48,11 @@ def measure_memory() -> int | None:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _best(work: Callable[[], object]) -> float:
-    """Seconds of the fastest run, after one to warm up."""
-    work()
-    seconds = []
-    for _ in range(_TIMES):
+def _fastest(work: Callable[[], object]) -> float:
+    """Seconds of the fastest run."""
+    seconds: list[float] = []
+    end = time.perf_counter() + _SECONDS
+    while len(seconds) < _RUNS or time.perf_counter() < end:
         start = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - start)

@@ -273,8 +273,11 @@ class _Sizes:
     def _program(self, kind: str, shape: StepShape) -> ProgramPlan:
         outline, spec = self._outline, self._outline.cache_spec
         tokens = shape.batch * shape.tokens
-        # A table that is the head as well is in a program twice: one compiler's layout for each.
-        own = self.weights_bytes + (self._compressed(outline.head, embedding=True) if outline.tied else 0)
+        own = self.weights_bytes
+        if self._profile.form.fed:  # the host looks embeddings up
+            own -= 0 if outline.tied else self._compressed(outline.tables, embedding=True)
+        elif outline.tied:  # a table that is the head as well is there twice, in one layout for each
+            own += self._compressed(outline.head, embedding=True)
         keys = max(layer.slots(shape.cache_length) for layer in spec.layers) + shape.tokens
         scores = 4 * shape.batch * outline.heads * shape.tokens * keys
         nbytes = spec.nbytes(1, 1) * tokens + 4 * shape.batch * outline.logits_size + scores
@@ -383,7 +386,7 @@ def with_figures(
 
 
 def measured(profile: Profile, dtype: str | None = None) -> Profile:
-    """A CPU's profile with the memory, bandwidth and peak of this machine, which takes a few seconds.
+    """A CPU's profile with the memory, bandwidth and peak of this machine, which takes some seconds.
 
     Raises:
         ValueError: the profile is not of a CPU, or has no such dtype.

@@ -21,7 +21,7 @@ _REQUIRED = (
     "description", "backend", "device", "dtypes", "layout", "attention", "transposed_keys", "prefill_buckets",
     "cache_sizes", "compile_options",
 )  # fmt: skip
-_OPTIONAL = ("limits", "memory", "bandwidth", "peak")
+_OPTIONAL = ("late_heads", "fed", "limits", "memory", "bandwidth", "peak")
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,8 @@ def _parse(name: str, file: str, table: Mapping[str, Any]) -> Profile:
         form=StepForm(
             check.one_of("attention", table["attention"], ("split", "concat")),  # type: ignore[arg-type]
             check.truth("transposed_keys", table["transposed_keys"]),
+            check.truth("late_heads", table.get("late_heads", False)),
+            check.truth("fed", table.get("fed", False)),
         ),
         prefill_buckets=check.sizes("prefill_buckets", table["prefill_buckets"], least=1),
         cache_sizes=check.sizes("cache_sizes", table["cache_sizes"], least=0),

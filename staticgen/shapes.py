@@ -37,10 +37,16 @@ class StepForm:
             torch's ``scaled_dot_product_attention``, which holds no scores but has neither a softcap nor sinks.
         transposed_keys: keys are cached as [B, K, D, L] instead of [B, K, L, D], which saves a
             transposition of the whole cache in every step.
+        late_heads: queries and keys are turned, normed and scaled before heads and tokens change places,
+            where the backend can write it so; the NPU 3720 takes prefill in no other form.
+        fed: the host looks up the embeddings and works out masks and rotary tables, for targets that compute in
+            float16, which cannot hold positions above 2048 (:mod:`staticgen.feeds`); for backends that compile ahead.
     """
 
     attention: Literal["split", "concat", "sdpa"] = "split"
     transposed_keys: bool = False
+    late_heads: bool = False
+    fed: bool = False
 
 
 @dataclass(frozen=True)

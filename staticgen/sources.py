@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from staticgen.backends import Backend, Program, open_backend
+from staticgen.backends.base import ProgramFiles
 from staticgen.bundle import Bundle
 from staticgen.compile_cache import CompileCache, code_digest, user_cache
 from staticgen.compiled import CompiledModel
-from staticgen.errors import BundleError
+from staticgen.errors import BackendUnavailableError, BundleError, UnknownNameError
 from staticgen.facts import StepFacts
 from staticgen.limits import fit_buckets, fit_cache_sizes, require_count
 from staticgen.shapes import StepShape
@@ -186,7 +187,16 @@ class CompiledSource(Source):
         self.max_length, self.batch_size = model.max_length, model.batch_size
         self.prefill_buckets, self.cache_sizes, self.layout = model.prefill_buckets, model.cache_sizes, model.layout
         options = {**model.compile_options, **(backend_options or {})}
-        self.backend = open_backend(model.backend, model.device if device is None else device, options)
+        try:
+            self.backend = open_backend(model.backend, model.device if device is None else device, options)
+        except (BackendUnavailableError, ValueError) as error:
+            if device is not None or backend_options:
+                raise
+            kind = type(error) if isinstance(error, BackendUnavailableError | UnknownNameError) else BundleError
+            raise kind(
+                f"bundle {str(model.bundle.folder)!r} was compiled for device {model.device!r} of backend "
+                f"{model.backend!r}: {error}. For another target, compile another bundle with `staticgen compile`"
+            ) from error
 
     @property
     def given(self) -> Any:
@@ -254,15 +264,15 @@ def _timed(stats: SessionStats, compile_one: Callable[[], Any]) -> Any:
 
 
 def read_in_background(
-    backend: Backend, step: StepFacts, programs: Sequence[Any], stats: SessionStats
+    backend: Backend, step: StepFacts, programs: Sequence[ProgramFiles], stats: SessionStats
 ) -> dict[StepShape, Future[Program]]:
     """Read programs from files, one after the other in a thread, in their order: the first is wanted first."""
+    stats.loads += len(programs)
+    stats.compiles += sum(map(backend.must_compile, programs))
 
-    def read(files: Any) -> Program:
+    def read(files: ProgramFiles) -> Program:
         start = time.perf_counter()
-        program, compiled = backend.load(step, files)
-        stats.loads += 1
-        stats.compiles += compiled
+        program = backend.load(step, files)
         stats.load_seconds += time.perf_counter() - start
         return program
 

@@ -113,7 +113,7 @@ from staticgen.shapes import StepShape
 folder = Path({folder!r})
 description, files, prompt = pickle.loads((folder / "facts").read_bytes())
 backend, step = open_backend("inductor"), CompiledStep(description, None)
-prefill, decode = (backend.load(step, one)[0] for one in files)
+prefill, decode = (backend.load(step, one) for one in files)
 cache = KVCache(step.cache_spec, 1, 24)
 row = torch.tensor([[0] * (8 - len(prompt)) + prompt])
 positions = torch.tensor([[-1] * (8 - len(prompt)) + list(range(len(prompt)))])

@@ -189,6 +189,14 @@ def test_each_program_of_openvino_has_the_weights(configs):
     assert other.total_bytes - one.total_bytes == (copies - 1) * one.weights_bytes + copies * head
 
 
+def test_a_program_that_is_fed_has_no_embedding(configs):
+    fed, own = (target(backend="npu", device="NPU", fed=value) for value in (True, False))
+    for name, made in (("llama", models.llama()), ("tied", models.llama(tie_word_embeddings=True))):
+        one, other = (plan(configs / name, profile, max_length=40) for profile in (fed, own))
+        copies, embedding = len(one.programs), made.get_input_embeddings().weight.nbytes
+        assert other.total_bytes - one.total_bytes == copies * embedding
+
+
 def test_buckets_are_proposed_for_the_prompts(configs):
     lengths = {20: 9, 45: 9, 90: 1}
     found = plan(configs / "llama", target(), max_length=100, prompt_lengths=lengths, buckets=3)

@@ -149,6 +149,8 @@ def test_an_unknown_entry_is_named_with_those_there_are(key):
         ("attention", "flash", "one of split, concat"),
         ("transposed_keys", "no", "true or false"),
         ("transposed_keys", 0, "true or false"),
+        ("late_heads", 1, "true or false"),
+        ("fed", "yes", "true or false"),
         ("prefill_buckets", [32, 8], "ascending whole numbers"),
         ("prefill_buckets", [8, 8], "ascending whole numbers"),
         ("prefill_buckets", [True, 8], "ascending whole numbers"),

@@ -176,7 +176,7 @@ class Backend(ABC):
         """
         raise BackendUnavailableError(f"backend {self.name!r} cannot run programs from files")
 
-    def load_blob(self, step: StepFacts, shape: StepShape, blob: Path) -> Program:
+    def load_blob(self, step: Step, shape: StepShape, blob: Path) -> Program:
         """A program that :meth:`compile_converted` kept.
 
         Raises:
@@ -184,8 +184,12 @@ class Backend(ABC):
         """
         raise BackendUnavailableError(f"backend {self.name!r} cannot run programs from files")
 
-    def load(self, step: StepFacts, files: ProgramFiles) -> tuple[Program, bool]:
-        """Read a program that was written, and whether it had to be compiled for this device.
+    def must_compile(self, files: ProgramFiles) -> bool:
+        """Whether :meth:`load` compiles this program, because nothing in its files is compiled for this device."""
+        return True
+
+    def load(self, step: StepFacts, files: ProgramFiles) -> Program:
+        """Read a program that was written, and compile it for this device where that must be.
 
         Raises:
             CompileError: the files cannot be read or compiled here.

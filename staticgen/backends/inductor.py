@@ -176,7 +176,10 @@ class InductorBackend(Backend):
         safetensors.torch.save_file({key: held.clone().contiguous() for key, held in constants.items()}, weights)
         return written
 
-    def load(self, step: StepFacts, files: ProgramFiles) -> tuple[Program, bool]:
+    def must_compile(self, files: ProgramFiles) -> bool:
+        return False
+
+    def load(self, step: StepFacts, files: ProgramFiles) -> Program:
         package, mine = files.paths["package"], self.made_for
         for path, made_for in files.compiled:
             if path == package and made_for != mine:
@@ -190,7 +193,7 @@ class InductorBackend(Backend):
             except (OSError, safetensors.SafetensorError) as error:
                 raise CompileError(f"{str(files.paths['weights'])!r} cannot be read: {error}") from error
             self._weights[files.paths["weights"]] = read
-        return PackagedProgram(step, files.shape, package, self._weights[files.paths["weights"]]), False
+        return PackagedProgram(step, files.shape, package, self._weights[files.paths["weights"]])
 
 
 def require_compiler() -> None:

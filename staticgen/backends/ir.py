@@ -21,7 +21,10 @@ from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 from openvino.passes import ConstantFolding, Manager
 
 from staticgen.backends.base import ProgramFiles
+from staticgen.backends.ir_rewrites import transpose_heads_late
 from staticgen.errors import CompileError
+from staticgen.fed import FedStep, fed_inputs, find_feeds
+from staticgen.feeds import Feeds, write_feeds
 from staticgen.shapes import StepShape
 from staticgen.step import Step
 
@@ -37,9 +40,12 @@ def write_ir(
     folder: Path,
     model: ov.Model | None = None,
     compress_to_fp16: bool = False,
+    fold: bool = False,
     report: Callable[[str], None] = lambda name: None,
 ) -> list[ProgramFiles]:
     """Write the step at some sizes into ``programs/NAME.xml``, with one ``weights.bin`` for all of them.
+
+    What the host feeds to a fed step goes beside them, see :func:`staticgen.feeds.write_feeds`.
 
     Args:
         step: what to write.
@@ -47,22 +53,27 @@ def write_ir(
         folder: of the bundle; it exists.
         model: the step with open sizes, if something was done to its weights; None for :func:`convert_step`.
         compress_to_fp16: store float32 weights as float16; they are computed with in the step's own dtype.
+        fold: work out what follows from the sizes, which saves every load a fifth of its time. It would undo the
+            compression of weights, too.
         report: called with the name of each program before it is written.
     """
     programs = folder / "programs"
     programs.mkdir(exist_ok=True)
+    feeds = feeds_of(step)
+    shared = {} if feeds is None else write_feeds(feeds, folder)
     weights = _Weights(folder / "weights.bin")
     written = []
     for name, shape in shapes.items():
         report(name)
         path = programs / f"{name}.xml"
         static = static_model(step, shape, model)
-        folding = Manager()
-        folding.register_pass(ConstantFolding())  # of sizes that are numbers now: less for every load to do
-        folding.run_passes(static)
+        if fold:
+            folding = Manager()
+            folding.register_pass(ConstantFolding())
+            folding.run_passes(static)
         ov.save_model(static, path, compress_to_fp16=compress_to_fp16)
         weights.take_over(path)
-        written.append(ProgramFiles(name, shape, {"model": path, "weights": weights.path}))
+        written.append(ProgramFiles(name, shape, {"model": path, "weights": weights.path, **shared}))
     return written
 
 
@@ -130,7 +141,7 @@ def static_model(step: Step, shape: StepShape, model: ov.Model | None = None) ->
         CompileError: a dimension stayed open; the message names the operation.
     """
     model = (model or convert_step(step)).clone()
-    sizes = [tuple(tensor.shape) for tensor in step.example_inputs(shape)]
+    sizes = [tuple(tensor.shape) for tensor in _example_inputs(step, shape)]
     model.reshape({port: ov.PartialShape(list(size)) for port, size in zip(model.inputs, sizes, strict=True)})
     for operation in model.get_ops():
         for output in operation.outputs():
@@ -138,7 +149,18 @@ def static_model(step: Step, shape: StepShape, model: ov.Model | None = None) ->
                 raise CompileError(
                     f"the step {shape} is not static: {operation.get_friendly_name()} has shape {output.get_partial_shape()}"
                 )
+    if step.form.late_heads:
+        transpose_heads_late(model)
     return model
+
+
+def feeds_of(step: Step) -> Feeds | None:
+    """What the host feeds to the step; None where it gets token ids and positions."""
+    return find_feeds(step) if step.form.fed else None
+
+
+def _example_inputs(step: Step, shape: StepShape) -> tuple[torch.Tensor, ...]:
+    return fed_inputs(step, shape) if step.form.fed else step.example_inputs(shape)
 
 
 def convert_step(step: Step) -> ov.Model:
@@ -148,7 +170,8 @@ def convert_step(step: Step) -> ov.Model:
     five times as long for open sizes.
     """
     if step not in _converted:
-        example = step.example_inputs(StepShape(batch=2, tokens=3, cache_length=16))
+        example = _example_inputs(step, StepShape(batch=2, tokens=3, cache_length=16))
+        traced = FedStep(step) if step.form.fed else step
         config = step.model.config.get_text_config()
         if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
             # OpenVINO has no operation for the grouped matmul that transformers takes by default.
@@ -158,7 +181,7 @@ def convert_step(step: Step) -> ov.Model:
             warnings.simplefilter("always")  # the tracer warns of every size that it records
             try:
                 # Tracing again to check the trace would take a third of the time; parity is what the tests check.
-                decoder = TorchScriptPythonDecoder(step, example_input=example, trace_kwargs={"check_trace": False})
+                decoder = TorchScriptPythonDecoder(traced, example_input=example, trace_kwargs={"check_trace": False})
                 # What ov.convert_model does too; that would send usage data besides.
                 front_end = FrontEndManager().load_by_framework("pytorch")
                 model = front_end.convert(front_end.load(decoder))
@@ -177,8 +200,12 @@ def convert_step(step: Step) -> ov.Model:
 
 def _name_ports(model: ov.Model, step: Step) -> None:
     layers = range(step.layers)
-    inputs = ["token_ids", "position_ids", "first_positions"]
-    inputs += [f"slot_positions.{index}" for index in range(len(step.cache_spec.windows))]
+    feeds = feeds_of(step)
+    if feeds is None:
+        inputs = ["token_ids", "position_ids", "first_positions"]
+        inputs += [f"slot_positions.{index}" for index in range(len(step.cache_spec.windows))]
+    else:
+        inputs = feeds.names
     inputs += [f"past_key.{index}" for index in layers] + [f"past_value.{index}" for index in layers]
     outputs = ["logits"] + [f"new_key.{index}" for index in layers] + [f"new_value.{index}" for index in layers]
     for ports, names in ((model.inputs, inputs), (model.outputs, outputs)):

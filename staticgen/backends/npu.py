@@ -33,6 +33,7 @@ class NPUBackend(OpenVINOBackend):
         if stand_in:
             options = {**_STAND_IN_OPTIONS, **options, "NPUW_DEVICES": stand_in}
             self.emulated = "NPU" not in stand_in
+            self._stand_in = stand_in.split(",")[0]
         super().__init__(device, options)
 
     @property

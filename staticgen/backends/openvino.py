@@ -15,6 +15,7 @@ from staticgen.backends.base import Backend, Program, ProgramFiles
 from staticgen.cache import KVBuffers, KVCache
 from staticgen.errors import BackendUnavailableError, CompileError, UnknownNameError
 from staticgen.facts import StepFacts
+from staticgen.feeds import Feeds, HostInputs, read_feeds
 from staticgen.profiles import load_profile
 from staticgen.shapes import StepShape, slots_of
 
@@ -38,12 +39,16 @@ if TYPE_CHECKING:
 class OpenVINOProgram(Program):
     """An infer request over buffers that are bound once."""
 
-    def __init__(self, compiled: ov.CompiledModel, step: StepFacts, shape: StepShape):
+    def __init__(self, compiled: ov.CompiledModel, step: StepFacts, shape: StepShape, feeds: Feeds | None):
         super().__init__(shape)
-        _require_ports(compiled, step, shape)
         self._request = compiled.create_infer_request()
+        self._feeds = feeds
         size = (shape.batch, shape.tokens)
-        self._inputs = [torch.zeros(size, dtype=torch.int64, device="cpu") for _ in range(3)]
+        if feeds is None:
+            self._inputs = [torch.zeros(size, dtype=torch.int64, device="cpu") for _ in range(3)]
+        else:
+            self._inputs = feeds.buffers(shape)
+        _require_ports(compiled, step, shape, self._inputs, feeds is None)
         self._logits = torch.zeros(shape.batch, step.logits_size, dtype=torch.float32, device="cpu")
         self._new = KVBuffers(step.cache_spec, shape.batch, shape.tokens)
         self._cache: KVCache | None = None
@@ -54,12 +59,16 @@ class OpenVINOProgram(Program):
 
     def _run(self, inputs: tuple[torch.Tensor, ...], cache: KVCache) -> tuple[torch.Tensor, KVBuffers]:
         if cache is not self._cache:
-            past = (*cache.slot_positions, *cache.buffers.keys, *cache.buffers.values)
-            for index, tensor in enumerate(past, start=len(inputs)):
+            slots = cache.slot_positions if self._feeds is None else ()
+            past = (*slots, *cache.buffers.keys, *cache.buffers.values)
+            for index, tensor in enumerate(past, start=len(self._inputs)):
                 self._request.set_input_tensor(index, _share(tensor))
             self._cache = cache
-        for own, given in zip(self._inputs, inputs, strict=True):
-            own.copy_(given)
+        if self._feeds is None:
+            for own, given in zip(self._inputs, inputs, strict=True):
+                own.copy_(given)
+        else:
+            self._feeds.write_(self._inputs, HostInputs(inputs[0], inputs[1], inputs[2], cache.slot_positions))
         self._request.infer()
         return self._logits, self._new
 
@@ -69,6 +78,7 @@ class OpenVINOBackend(Backend):
 
     name = "openvino"
     default_device = "CPU"
+    _stand_in = ""  # the device in whose place another one is named
 
     def __init__(self, device: str | None = None, options: Mapping[str, str] | None = None):
         super().__init__((device or self.default_device).upper(), options)
@@ -85,10 +95,10 @@ class OpenVINOBackend(Backend):
         self.keeps_blobs = not self.emulated and self.device.split(".")[0] in ("GPU", "NPU")
 
     def compile(self, step: Step, shape: StepShape) -> Program:
-        from staticgen.backends.ir import static_model  # noqa: PLC0415 - it needs the model's classes
+        from staticgen.backends.ir import feeds_of, static_model  # noqa: PLC0415 - it needs the model's classes
 
         model = static_model(step, shape)
-        return OpenVINOProgram(self._compile(model, step, shape), step, shape)
+        return OpenVINOProgram(self._compile(model, step, shape), step, shape, feeds_of(step))
 
     def _compile(self, model: ov.Model, step: StepFacts, shape: StepShape) -> ov.CompiledModel:
         try:
@@ -121,19 +131,23 @@ class OpenVINOBackend(Backend):
         write_open(step, folder)
 
     def compile_converted(self, step: Step, folder: Path, shape: StepShape, blob: Path | None = None) -> Program:
-        from staticgen.backends.ir import read_open, static_model  # noqa: PLC0415 - it needs the model's classes
+        from staticgen.backends.ir import feeds_of, read_open, static_model  # noqa: PLC0415 - it needs the model's classes
 
         compiled = self._compile(static_model(step, shape, read_open(self._core, folder)), step, shape)
         if blob is not None:
             blob.write_bytes(compiled.export_model().getvalue())
-        return OpenVINOProgram(compiled, step, shape)
+        return OpenVINOProgram(compiled, step, shape, feeds_of(step))
 
-    def load_blob(self, step: StepFacts, shape: StepShape, blob: Path) -> Program:
+    def load_blob(self, step: Step, shape: StepShape, blob: Path) -> Program:
+        from staticgen.backends.ir import feeds_of  # noqa: PLC0415 - it needs the model's classes
+
+        return OpenVINOProgram(self._import(step, blob), step, shape, feeds_of(step))
+
+    def _import(self, step: StepFacts, blob: Path) -> ov.CompiledModel:
         try:
-            compiled = self._core.import_model(blob.read_bytes(), self.device, self._all_options(step))
+            return self._core.import_model(blob.read_bytes(), self.device, self._all_options(step))
         except RuntimeError as error:
             raise CompileError(f"OpenVINO device {self.device} does not take {str(blob)!r}: {error}") from error
-        return OpenVINOProgram(compiled, step, shape)
 
     def precompile(self, step: StepFacts, files: ProgramFiles) -> ProgramFiles:
         """Compile a program from its files for this device, and keep what came out beside its model."""
@@ -144,18 +158,32 @@ class OpenVINOBackend(Backend):
         blob.write_bytes(compiled.export_model().getvalue())
         return replace(files, compiled=(*files.compiled, (blob, self.made_for)))
 
-    def load(self, step: StepFacts, files: ProgramFiles) -> tuple[Program, bool]:
+    def must_compile(self, files: ProgramFiles) -> bool:
+        return self._blob(files) is None
+
+    def load(self, step: StepFacts, files: ProgramFiles) -> Program:
+        blob = self._blob(files)
+        compiled = self._compile(self._read(files), step, files.shape) if blob is None else self._import(step, blob)
+        return OpenVINOProgram(compiled, step, files.shape, _read_feeds(step, files))
+
+    def _blob(self, files: ProgramFiles) -> Path | None:
+        """What is compiled for this device: by it, or by Intel's compiler for its generation of NPU."""
         mine = self.made_for
-        for blob, made_for in files.compiled:
-            if made_for == mine:
-                return self.load_blob(step, files.shape, blob), False
-        return OpenVINOProgram(self._compile(self._read(files), step, files.shape), step, files.shape), True
+        fitting = (mine, {"npu_platform": mine.get("device_architecture")})
+        return next((path for path, made_for in files.compiled if made_for in fitting), None)
 
     def _read(self, files: ProgramFiles) -> ov.Model:
+        if {"model", "weights"} - files.paths.keys():
+            raise CompileError(
+                f"program {files.name!r} has the files {dict(files.paths)}, expected 'model' and 'weights'"
+            )
         try:
             return self._core.read_model(files.paths["model"], files.paths["weights"])
         except RuntimeError as error:
-            raise CompileError(f"OpenVINO cannot read {str(files.paths['model'])!r}: {error}") from error
+            raise CompileError(
+                f"OpenVINO cannot read {str(files.paths['model'])!r}, which another version may have written: {error}; make "
+                "the bundle anew with `staticgen compile`"
+            ) from error
 
     def _precision(self, dtype: torch.dtype) -> dict[str, str]:
         """The step's own precision, or float32 on a device that has it not: OpenVINO would take a coarser one.
@@ -163,12 +191,11 @@ class OpenVINOBackend(Backend):
         An NPU computes in float16 whatever the model's dtype, and its plugin has no such option.
         """
         precision, capability = _PRECISION[dtype]
-        device = self.device.split(":")[-1].split(",")[0]
-        if not self.emulated:
-            if device.split(".", maxsplit=1)[0] == "NPU":
-                return {}
-            if capability not in self._core.get_property(device, "OPTIMIZATION_CAPABILITIES"):
-                precision = "f32"
+        device = self._stand_in if self.emulated else self.device.split(":")[-1].split(",")[0]
+        if device.split(".", maxsplit=1)[0] == "NPU":
+            return {}
+        if capability not in self._core.get_property(device, "OPTIMIZATION_CAPABILITIES"):
+            precision = "f32"
         return {"INFERENCE_PRECISION_HINT": precision}
 
     def _require_devices(self) -> None:
@@ -199,9 +226,9 @@ class OpenVINOBackend(Backend):
 def missing_device_message(backend: str, device: str, present: list[str]) -> str:
     """What is missing, what was found, and what can be done about it."""
     hint = {
-        "GPU": " For a GPU, install Intel's compute runtime (OpenCL) and let this user open /dev/dri/render*",
-        "NPU": " For an NPU, install Intel's NPU driver with its compiler and let this user open /dev/accel/accel0; without an NPU, "
-        "backend_options={'NPUW_DEVICES': 'CPU'} runs the NPU plugin on the CPU",
+        "GPU": " `staticgen devices gpu` says what is missing",
+        "NPU": " `staticgen devices npu` says what is missing; without an NPU, backend_options={'NPUW_DEVICES': 'CPU'} runs the NPU "
+        "plugin on the CPU",
     }.get(device.split(".", maxsplit=1)[0], "")
     return (
         f"backend {backend!r} wants OpenVINO device {device}, but OpenVINO finds {', '.join(present) or 'none'} here. "
@@ -209,7 +236,23 @@ def missing_device_message(backend: str, device: str, present: list[str]) -> str
     )
 
 
-def _require_ports(compiled: ov.CompiledModel, step: StepFacts, shape: StepShape) -> None:
+def _read_feeds(step: StepFacts, files: ProgramFiles) -> Feeds | None:
+    """What the host feeds to a program from files."""
+    if not step.form.fed:
+        return None
+    if {"feeds", "feed_tensors"} - files.paths.keys():
+        raise CompileError(
+            f"program {files.name!r} has the files {dict(files.paths)}, expected 'feeds' and 'feed_tensors' among them"
+        )
+    try:
+        return read_feeds(files.paths["feeds"], files.paths["feed_tensors"])
+    except ValueError as error:
+        raise CompileError(f"program {files.name!r}: {error}") from error
+
+
+def _require_ports(
+    compiled: ov.CompiledModel, step: StepFacts, shape: StepShape, first: Sequence[torch.Tensor], slotted: bool
+) -> None:
     """Refuse a program that is none of this step and size: its files may have been mixed up."""
     layers, windows = step.cache_spec.layers, step.cache_spec.windows
 
@@ -223,10 +266,10 @@ def _require_ports(compiled: ov.CompiledModel, step: StepFacts, shape: StepShape
             for layer, size in zip(layers, part, strict=True)
         ]
 
-    slots = [[shape.batch, slots_of(window, shape.cache_length)] for window in windows]
+    slots = [[shape.batch, slots_of(window, shape.cache_length)] for window in windows if slotted]
     past = sizes([layer.slots(shape.cache_length) for layer in layers], step.form.transposed_keys)
     new = sizes([shape.tokens] * len(layers), False)
-    expected = [[shape.batch, shape.tokens]] * 3 + slots + past, [[shape.batch, step.logits_size]] + new
+    expected = [list(tensor.shape) for tensor in first] + slots + past, [[shape.batch, step.logits_size]] + new
     found = tuple([list(port.get_shape()) for port in ports] for ports in (compiled.inputs, compiled.outputs))
     if found != expected:
         raise CompileError(
