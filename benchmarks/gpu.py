@@ -299,6 +299,8 @@ def main(arguments=None):
     parser.add_argument("--compile", nargs="+", default=["none", "inductor"], choices=["none", "inductor"])
     parser.add_argument("--tiny", action="store_true", help="on the CPU through the null graph, with tiny models")
     options = parser.parse_args(arguments)
+    if options.tiny:
+        options.compile = ["none"]  # the null graph cannot see what compiled code does
     if not options.tiny and not torch.cuda.is_available():
         parser.error("torch finds no NVIDIA GPU; --tiny runs the same code without one")
     bench = Bench(options)

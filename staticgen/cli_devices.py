@@ -14,7 +14,8 @@ from staticgen.terminal import errors
 
 def devices(
     backend: Annotated[
-        str | None, typer.Argument(help="One of npu, gpu, openvino, cuda, xla, intel_npu and eager; all without it.")
+        str | None,
+        typer.Argument(help="One of npu, gpu, openvino, cuda, xla, intel_npu, inductor and eager; all without it."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

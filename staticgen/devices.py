@@ -85,6 +85,14 @@ def _eager(machine: Machine) -> Target:
     return _target("eager", _packages(machine))
 
 
+def _inductor(machine: Machine) -> Target:
+    compiler = Finding("C++ compiler", "ok", machine.compiler)
+    if not machine.compiler:
+        fix = "`sudo apt install g++`, or set CXX to a compiler"
+        compiler = Finding("C++ compiler", "missing", "no g++, and CXX names none", fix)
+    return _target("inductor", [*_packages(machine), compiler])
+
+
 def _openvino(machine: Machine) -> Target:
     line = re.search(r"^flags\s*:(.*)$", machine.text("proc/cpuinfo"), re.MULTILINE)
     flags = set(line[1].split()) if line else set()
@@ -234,7 +242,8 @@ def _xla(machine: Machine) -> Target:
 
 
 _CHECKS: dict[str, Callable[[Machine], Target]] = {
-    "npu": _npu, "gpu": _gpu, "openvino": _openvino, "cuda": _cuda, "xla": _xla, "intel_npu": _intel_npu, "eager": _eager,
+    "npu": _npu, "gpu": _gpu, "openvino": _openvino, "cuda": _cuda, "xla": _xla, "intel_npu": _intel_npu, "inductor": _inductor,
+    "eager": _eager,
 }  # fmt: skip
 
 

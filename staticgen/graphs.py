@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -98,7 +99,7 @@ class NullGraphs(Graphs):
     def _record(
         self, work: Callable[[], None], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> Graph:
-        with _Recorder() as recorder:
+        with _NoLists(), _Recorder() as recorder:
             if work() is not None:  # type: ignore[func-returns-value]
                 raise RuntimeError(
                     "work that is recorded must return nothing: what it returns, the next replay overwrites"
@@ -166,13 +167,7 @@ class _Recorder(TorchDispatchMode):
         self._alive: list[Any] = []  # so that no id is used twice
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in _READ_BY_THE_HOST:
-            raise RuntimeError(f"{name}: the host cannot ask for numbers while work is recorded")
-        if name == "lift_fresh":
-            raise RuntimeError("a tensor is made from numbers of the host while work is recorded; make it before")
-        if name == "index" and any(part is not None and part.dtype == torch.bool for part in args[1]):
-            raise RuntimeError("index: a mask chooses a number of elements that is not known while work is recorded")
+        _refuse(func, args)
         leaves, form = tree_flatten((args, kwargs or {}))
         kept = [self._made.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         result = func(*args, **(kwargs or {}))
@@ -183,6 +178,28 @@ class _Recorder(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self._made[id(tensor)] = _Made(len(self.calls) - 1, place)
         return result
+
+
+class _NoLists(TorchFunctionMode):
+    """Refuses what reads a tensor of the CPU without an operation, and would be one on a GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("tolist", "numpy", "__array__"):
+            raise RuntimeError(f"{name}: the host cannot ask for numbers while work is recorded")
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse(func: Any, args: Any) -> None:
+    name = func.overloadpacket.__name__
+    if name in _READ_BY_THE_HOST:
+        raise RuntimeError(f"{name}: the host cannot ask for numbers while work is recorded")
+    if func.namespace not in ("aten", "prims"):
+        raise RuntimeError(f"{func}: what a library's own operation does cannot be seen, so that it is not recorded")
+    if name == "lift_fresh":
+        raise RuntimeError("a tensor is made from numbers of the host while work is recorded; make it before")
+    if name == "index" and any(part is not None and part.dtype == torch.bool for part in args[1]):
+        raise RuntimeError("index: a mask chooses a number of elements that is not known while work is recorded")
 
 
 _READ_BY_THE_HOST = {

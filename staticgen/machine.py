@@ -9,6 +9,7 @@ from __future__ import annotations
 import getpass
 import importlib
 import os
+import shutil
 import stat
 import sys
 from collections.abc import Mapping
@@ -47,6 +48,7 @@ class Machine:
         openvino_error: why they could not be asked for.
         openvino_libraries: the folder of OpenVINO's libraries.
         cuda: the GPUs that torch can use, in words.
+        compiler: the C++ compiler that inductor would take, a path; empty where there is none.
         user: the user's name; ``uid`` and ``gids`` are the numbers of user and groups.
         environment: the variables.
     """
@@ -60,6 +62,7 @@ class Machine:
     openvino_error: str = ""
     openvino_libraries: Path | None = None
     cuda: tuple[str, ...] = ()
+    compiler: str = ""
     user: str = ""
     uid: int = 0
     gids: frozenset[int] = frozenset()
@@ -143,6 +146,7 @@ def read_machine(root: Path = Path("/")) -> Machine:
         openvino_error=error,
         openvino_libraries=libraries,
         cuda=_cuda_devices() if has_cuda else (),
+        compiler=shutil.which(os.environ.get("CXX", "g++")) or "",
         user=_user(),
         uid=os.getuid() if hasattr(os, "getuid") else 0,
         gids=frozenset([*os.getgroups(), os.getegid()]) if hasattr(os, "getgroups") else frozenset(),

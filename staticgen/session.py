@@ -271,6 +271,7 @@ class Session:
     ) -> Iterator[torch.Tensor]:
         """Like :meth:`generate`, but yields the new tokens of each step, int64 [B], as they come.
 
+        Where the loop is on the device (``stats.last.loop``), some steps' tokens come at once.
         The session is in use until the stream ends, is closed or is dropped.
         """
         return self.run(self._read(ids, attention_mask, generation_config, arguments))

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import models
@@ -11,7 +12,7 @@ import torch
 from families import FAMILIES
 from models import new_tokens, random_prompt, reference
 
-from staticgen import BackendUnavailableError, RecompileError, Session, UnknownNameError
+from staticgen import BackendUnavailableError, CompileError, RecompileError, Session, UnknownNameError
 from staticgen.backends import cuda, open_backend
 from staticgen.cache import KVMemory
 from staticgen.device_loop import LoopState, advance
@@ -85,6 +86,7 @@ REFUSED = [
     (lambda a: nothing(a.copy_(a)) if a.any() else None, "the host cannot ask for numbers"),
     (lambda a: nothing(a.add_(torch.tensor([1.0]))), "made from numbers of the host"),
     (lambda a: nothing(a.add_(a[a > 1].sum())), "index: a mask chooses|the host cannot ask"),
+    (lambda a: nothing(a.add_(len(a.tolist()))), "tolist: the host cannot ask"),
     (lambda a: a + 1, "must return nothing"),
 ]
 
@@ -186,6 +188,20 @@ def test_nothing_that_is_recorded_is_on_the_host(name, variant):
         advance(compiled, state, memory, sampled)
     nodes = [node for node in compiled.graph.nodes if str(node.kwargs.get("device", "meta")) != "meta"]
     assert not nodes
+
+
+def test_an_operation_that_asks_for_numbers_inside_is_refused(monkeypatch):
+    """transformers' own for experts on the CPU: one operation for whoever looks from outside."""
+    monkeypatch.setattr(cuda, "_gathered_experts", lambda model: nullcontext())
+    with pytest.raises(CompileError, match=r"transformers\.grouped_mm_fallback.* cannot be seen"):
+        Session(build("Mixtral", ""), max_length=24, **NULL)
+
+
+def test_tied_weights_are_on_the_device_once():
+    model = models.llama(tie_word_embeddings=True)
+    session = Session(model, max_length=24, **NULL)
+    held = sum(tensor.nbytes for tensor in session.backend._weights.values())
+    assert held <= 1.02 * sum(tensor.nbytes for tensor in model.parameters())
 
 
 @pytest.mark.parametrize("attention", ["concat", "sdpa"])
@@ -291,6 +307,8 @@ def test_devices_and_options():
         open_backend("cuda", "null", {"compiler": "inductor"})
     with pytest.raises(ValueError, match="compile='triton', expected one of none, inductor"):
         open_backend("cuda", "null", {"compile": "triton"})
+    with pytest.raises(ValueError, match="compile='inductor' is not for device 'null'"):
+        open_backend("cuda", "null", {"compile": "inductor"})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is an NVIDIA GPU here")
@@ -306,7 +324,7 @@ def test_the_benchmark_runs_without_a_gpu(tmp_path, monkeypatch):
     gpu = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, gpu)  # where dataclasses look
     spec.loader.exec_module(gpu)
-    assert gpu.main(["--tiny", "--compile", "none", "--json", str(tmp_path / "figures.json")]) == 0
+    assert gpu.main(["--tiny", "--json", str(tmp_path / "figures.json")]) == 0
     result = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
     assert (result["families"], result["wrong"]) == (2, {})
     assert [figure["problem"] for figure in result["figures"]] == [""] * 3

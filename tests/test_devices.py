@@ -348,7 +348,7 @@ def test_the_command(capsys):
     assert not out.startswith("npu")
     code, out, err = run(capsys, "toaster")
     assert (code, out) == (1, "")
-    assert "unknown target 'toaster': expected one of npu, gpu, openvino, cuda, xla, intel_npu, eager" in err
+    assert "unknown target 'toaster': expected one of npu, gpu, openvino, cuda, xla, intel_npu, inductor, eager" in err
     with pytest.raises(UnknownNameError):
         find_devices("toaster")
 

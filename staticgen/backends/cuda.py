@@ -124,6 +124,10 @@ class CudaBackend(Backend):
         super().__init__((device or "cuda").lower(), options)
         self._options = _read_options(options or {})
         self.emulated = self.device == "null"
+        if self.emulated and self._options["compile"] != "none":
+            raise ValueError(
+                "backend_options: compile='inductor' is not for device 'null', which cannot see what compiled code does"
+            )
         self._graphs: Graphs = NullGraphs() if self.emulated else CudaGraphs(_find_device(self.device))
         profile = load_profile("nvidia" if self.emulated else _profile_of(self._graphs.device))
         attention = self._options["attention"]
@@ -175,15 +179,16 @@ class CudaBackend(Backend):
     def _on_device(self, step: Step, shape: StepShape) -> _Compiled:
         """The step as torch's own graph, which has no code of Python left, over weights on the device."""
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _gathered_experts(step.model):
                 exported = torch.export.export(step, step.example_inputs(shape), strict=False)
         except Exception as error:  # of export, which raises anything
             raise CompileError(f"torch cannot export the step {shape} in {step.dtype}: {error}") from error
         exported._example_inputs = None  # a cache on the CPU, which would be moved as well
         for name, tensor in exported.state_dict.items():
-            if name not in self._weights:
-                self._weights[name] = tensor.detach().to(self._graphs.device)
-            exported.state_dict[name] = torch.nn.Parameter(self._weights[name], requires_grad=False)
+            place = f"{tensor.data_ptr()} {tuple(tensor.shape)} {tensor.stride()} {tensor.dtype}"  # tied ones move once
+            if place not in self._weights:
+                self._weights[place] = tensor.detach().to(self._graphs.device)
+            exported.state_dict[name] = torch.nn.Parameter(self._weights[place], requires_grad=False)
         moved: Any = move_to_device_pass(exported, str(self._graphs.device))
         takes_guards = "check_guards" in inspect.signature(moved.module).parameters
         module = moved.module(**({"check_guards": False} if takes_guards else {}))
@@ -229,9 +234,13 @@ def _bytes(step: StepFacts, rows: int, sizes: Sequence[tuple[int, int]]) -> int:
     hidden = getattr(text, "intermediate_size", None) or 4 * getattr(text, "hidden_size", 0) or 0
     cache = sum(spec.nbytes(rows, slots) for slots in {slots for _, slots in sizes})
     new = sum(spec.nbytes(rows, tokens) for tokens, _ in sizes)
+    experts = getattr(text, "num_experts_per_tok", None) or 0
+    width = getattr(text, "moe_intermediate_size", None) or hidden
+    gathered = 3 * experts * width * (getattr(text, "hidden_size", 0) or 0) * spec.dtype.itemsize
+    chosen = max(rows * tokens for tokens, _ in sizes) * gathered
     # Scores, masked scores and their softmax; some layers' worth of the widest activation; sorted logits.
     between = max(rows * tokens * (3 * heads * (slots + tokens) + 4 * hidden) * 4 for tokens, slots in sizes)
-    return cache + new + between + 40 * rows * step.logits_size
+    return cache + new + between + chosen + 40 * rows * step.logits_size
 
 
 def _weight_bytes(step: StepFacts) -> int:
@@ -283,6 +292,24 @@ def _profile_of(device: torch.device) -> str:
     """The profile of a GPU by the name that its driver has for it."""
     words = torch.cuda.get_device_name(device).lower().replace("-", " ").split()
     return next((f"nvidia-{kind}" for kind in ("a100", "h100", "h200", "l4") if kind in words), "nvidia")
+
+
+@contextmanager
+def _gathered_experts(model: Any) -> Iterator[None]:
+    """Export experts as a gather of the chosen ones' weights.
+
+    The other ways of transformers ask for the sizes of groups, which no capture allows, or need a dtype or a GPU.
+    """
+    change = getattr(model, "set_experts_implementation", None)  # not in transformers 5.5
+    if change is None or not model._can_set_experts_implementation():
+        yield
+        return
+    before = model.config._experts_implementation
+    change("batched_mm")
+    try:
+        yield
+    finally:
+        change(before)
 
 
 @contextmanager

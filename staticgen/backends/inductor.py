@@ -139,7 +139,7 @@ class InductorBackend(Backend):
         return {**super().made_for, "torch": torch.__version__, "cpu": cpu, "options": options}
 
     def compile(self, step: Step, shape: StepShape) -> Program:
-        require_compiler()
+        require_compiler()  # packages are loaded without one
         return InductorProgram(step, shape, self._options)
 
     def write(self, step: Step, shapes: Mapping[str, StepShape], folder: Path) -> list[ProgramFiles]:
