@@ -163,7 +163,7 @@ class Bench:
     def staticgen(self, model, rows, cache, compiler, figure):
         session = Session(
             model, max_length=cache, batch_size=rows, cache_sizes=[], prefill_buckets=BUCKETS,
-            backend_options={"compile": compiler}, **self.target,
+            backend_options={"compile": compiler, "attention": self.options.attention}, **self.target,
         )  # fmt: skip
         figure.compiles, figure.compile_seconds = session.stats.compiles, session.stats.compile_seconds
         ids = torch.randint(3, 128, (rows, 16), generator=torch.Generator().manual_seed(1))
@@ -297,6 +297,7 @@ def main(arguments=None):
     )
     parser.add_argument("--json", type=Path, help="write the figures here too")
     parser.add_argument("--compile", nargs="+", default=["none", "inductor"], choices=["none", "inductor"])
+    parser.add_argument("--attention", default="spread", choices=["spread", "split", "concat", "sdpa"])
     parser.add_argument("--tiny", action="store_true", help="on the CPU through the null graph, with tiny models")
     options = parser.parse_args(arguments)
     if options.tiny:

@@ -23,6 +23,7 @@ ATTENTION_NAME = "staticgen"
 # The score of what a query may not see: the lowest of float16, so that it stays finite on targets that compute
 # in it (a row of -inf would be NaN). It replaces the score; added to it, a large score would shine through.
 MASKED = -65504.0
+_PART = 128  # slots that attention "spread" sums at once
 
 # Attention arguments that would change the result and that this function does not implement.
 _REFUSED_ARGUMENTS = ("position_bias", "head_mask", "alibi")
@@ -246,10 +247,18 @@ def static_attention(
     weights = weights.reshape(batch, kv_heads, group * tokens, columns)
     if past_values is not None:
         slots = past_values.shape[2]
-        output = weights[..., :slots] @ past_values + weights[..., slots:] @ new_values
+        spread = step.form.attention == "spread" and tokens == 1 and slots % _PART == 0
+        past = _in_parts(weights[..., :slots], past_values) if spread else weights[..., :slots] @ past_values
+        output = past + weights[..., slots:] @ new_values
     else:
         output = weights @ new_values
     return output.reshape(batch, heads, tokens, output.shape[3]).transpose(1, 2).contiguous(), None
+
+
+def _in_parts(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """``weights @ values``, [B, K, G, L] and [B, K, L, D], each part of the slots for itself."""
+    parts = weights.unflatten(3, (-1, _PART)).transpose(2, 3) @ values.unflatten(2, (-1, _PART))
+    return parts.float().sum(dim=2).to(values.dtype)
 
 
 def _transposed(past_keys: torch.Tensor | None, already: bool) -> torch.Tensor | None:

@@ -35,6 +35,8 @@ class StepForm:
         attention: ``"split"`` multiplies the query with past and new keys apart and never joins the
             caches; ``"concat"`` joins past and new first, the form NPU compilers recognise; ``"sdpa"`` joins them for
             torch's ``scaled_dot_product_attention``, which holds no scores but has neither a softcap nor sinks.
+            ``"spread"`` is split, with the past values of one token summed in parts of 128 slots: a GPU would give their
+            one long sum to as few processors as there are rows and key heads.
         transposed_keys: keys are cached as [B, K, D, L] instead of [B, K, L, D], which saves a
             transposition of the whole cache in every step.
         late_heads: queries and keys are turned, normed and scaled before heads and tokens change places,
@@ -43,7 +45,7 @@ class StepForm:
             float16, which cannot hold positions above 2048 (:mod:`staticgen.feeds`); for backends that compile ahead.
     """
 
-    attention: Literal["split", "concat", "sdpa"] = "split"
+    attention: Literal["split", "spread", "concat", "sdpa"] = "split"
     transposed_keys: bool = False
     late_heads: bool = False
     fed: bool = False

@@ -12,7 +12,14 @@ import torch
 from families import FAMILIES
 from models import new_tokens, random_prompt, reference
 
-from staticgen import BackendUnavailableError, CompileError, RecompileError, Session, UnknownNameError
+from staticgen import (
+    BackendUnavailableError,
+    CompileError,
+    RecompileError,
+    Session,
+    UnknownNameError,
+    UnsupportedModelError,
+)
 from staticgen.backends import cuda, open_backend
 from staticgen.cache import KVMemory
 from staticgen.device_loop import LoopState, advance
@@ -204,12 +211,18 @@ def test_tied_weights_are_on_the_device_once():
     assert held <= 1.02 * sum(tensor.nbytes for tensor in model.parameters())
 
 
-@pytest.mark.parametrize("attention", ["concat", "sdpa"])
+@pytest.mark.parametrize("attention", ["spread", "split", "concat", "sdpa"])
 def test_forms_of_attention(tiny_llama, attention):
     prompts = [random_prompt(length) for length in (3, 12)]
-    session = Session(tiny_llama, max_length=32, batch_size=2, backend_options={"attention": attention}, **NULL)
+    session = Session(tiny_llama, max_length=256, batch_size=2, backend_options={"attention": attention}, **NULL)
+    assert session._step.form.attention == attention
     output = session.generate(prompts, max_new_tokens=12)
     assert new_tokens(output, 12) == [reference(tiny_llama, prompt, 12) for prompt in prompts]
+
+
+def test_attention_that_sdpa_has_not_is_refused():
+    with pytest.raises(UnsupportedModelError, match="softcap or a sink in its scores"):
+        Session(build("Gemma 2", ""), max_length=24, backend_options={"attention": "sdpa"}, **NULL)
 
 
 def test_the_cache_grows_on_the_device(tiny_llama, session):

@@ -27,8 +27,8 @@ from staticgen.shapes import StepShape
 if TYPE_CHECKING:
     from staticgen.step import Step
 
-# What backend_options may hold; the first of each is the default, and "profile" the GPU's own.
-_OPTIONS = {"compile": ("none", "inductor"), "attention": ("profile", "split", "concat", "sdpa")}
+# What backend_options may hold; the first of each is the default.
+_OPTIONS = {"compile": ("none", "inductor"), "attention": ("spread", "split", "concat", "sdpa")}
 # What kernels, graphs and the allocator take besides what is counted, as a part of it and in bytes.
 _SLACK, _CONTEXT = 1.05, 1 << 29
 
@@ -114,7 +114,8 @@ class CudaBackend(Backend):
     """``device`` is ``cuda``, ``cuda:1`` ..., or ``null``.
 
     ``options``: ``{"compile": "inductor"}`` has ``torch.compile`` rewrite the step before it is recorded;
-    ``{"attention": "split"}``, ``"concat"`` or ``"sdpa"`` says how attention is written.
+    ``{"attention": "split"}``, ``"concat"`` or ``"sdpa"`` writes attention in another way than ``"spread"``; see
+    :class:`staticgen.shapes.StepForm`.
     """
 
     name = "cuda"
@@ -130,8 +131,7 @@ class CudaBackend(Backend):
             )
         self._graphs: Graphs = NullGraphs() if self.emulated else CudaGraphs(_find_device(self.device))
         profile = load_profile("nvidia" if self.emulated else _profile_of(self._graphs.device))
-        attention = self._options["attention"]
-        self.form = profile.form if attention == "profile" else replace(profile.form, attention=attention)  # type: ignore[arg-type]
+        self.form = replace(profile.form, attention=self._options["attention"])  # type: ignore[arg-type]
         self.prefill_buckets, self.cache_sizes = profile.prefill_buckets, profile.cache_sizes
         self._weights: dict[str, torch.Tensor] = {}
         self._memory: dict[tuple[int, int], KVMemory] = {}
