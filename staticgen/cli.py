@@ -224,7 +224,8 @@ def _open(given: Mapping[str, Any], prompts: list[Any], max_length: int) -> tupl
 def _opening(complete: Completion, load_seconds: float) -> list[str]:
     stats = complete.session.stats
     if stats.compile_seconds or not stats.loads:
-        known = ", converted before" if stats.compile_cache.hits else ""
+        kept = stats.compile_cache
+        known = ", converted before" if kept.hits else f"; not kept, {kept.reason}" if kept.reason else ""
         return [
             f"load {load_seconds:.1f} s",
             f"compile {stats.compile_seconds:.1f} s ({stats.compiles} programs{known})",
