@@ -299,7 +299,11 @@ def test_threads_on_one_session_take_turns(tiny_llama, backend):
         ({"max_length": "64"}, ValueError, "max_length is '64'"),
         ({"batch_size": 0}, ValueError, "batch_size is 0"),
         ({"layout": "rign"}, ValueError, "unknown layout 'rign': expected one of ring, shift, sink, none"),
-        ({"backend": "tpu"}, ValueError, "unknown backend 'tpu': expected one of auto, eager, inductor, cuda, openvino, npu"),
+        (
+            {"backend": "tpu"},
+            ValueError,
+            "unknown backend 'tpu': expected one of auto, eager, inductor, cuda, openvino, npu",
+        ),
         ({"backend": None}, ValueError, "unknown backend None"),
         ({"prefill_buckets": [128]}, ValueError, r"prefill_buckets is \[128\].*1 to max_length=64"),
         ({"prefill_buckets": []}, ValueError, "prefill_buckets"),
