@@ -187,6 +187,7 @@ def _open(given: Mapping[str, Any], prompts: list[Any], max_length: int) -> tupl
     ``max_length`` is the default, as far as the model has positions.
     """
     with console.status("importing"):
+        quiet_transformers()
         from staticgen import constraints  # noqa: PLC0415
         from staticgen.backends import open_backend  # noqa: PLC0415
         from staticgen.completions import Completion, check_calls  # noqa: PLC0415
@@ -205,7 +206,6 @@ def _open(given: Mapping[str, Any], prompts: list[Any], max_length: int) -> tupl
     open_backend(given.get("backend", "auto"), given.get("device"))
     start = time.perf_counter()
     with console.status(f"loading {given.get('model', 'the default model')}"):
-        quiet_transformers()
         network, tokenizer = load_text_model(given.get("model"), None if dtype is None else DTYPES[dtype])
     load_seconds = time.perf_counter() - start
     elsewhere = {**MODEL, **LAYOUT, **CONSTRAINT}
@@ -222,10 +222,14 @@ def _open(given: Mapping[str, Any], prompts: list[Any], max_length: int) -> tupl
 
 
 def _opening(complete: Completion, load_seconds: float) -> list[str]:
+    from staticgen.compile_cache import NONE_YET  # noqa: PLC0415
+
     stats = complete.session.stats
     if stats.compile_seconds or not stats.loads:
         kept = stats.compile_cache
-        known = ", converted before" if kept.hits else f"; not kept, {kept.reason}" if kept.reason else ""
+        known = ", converted before" if kept.hits else ""
+        if kept.misses and not kept.reason.endswith(NONE_YET):
+            known += f"; {kept.reason}"
         return [
             f"load {load_seconds:.1f} s",
             f"compile {stats.compile_seconds:.1f} s ({stats.compiles} programs{known})",

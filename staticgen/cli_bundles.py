@@ -69,6 +69,7 @@ def compile_model(
         begun = time.perf_counter()
         with _stages() as report:
             report("import", "", 0.0)
+            quiet_transformers()
             from staticgen.compile import compile_bundle  # noqa: PLC0415
             from staticgen.profiles import load_profile  # noqa: PLC0415
             from staticgen.text import DTYPES, load_text_model  # noqa: PLC0415
@@ -81,7 +82,6 @@ def compile_model(
                 )
             if output.exists():
                 raise FileExistsError(f"folder {str(output)!r} exists already; choose another or remove it")
-            quiet_transformers()
             report("load", str(model or "the default model"), 0.0)
             network, tokenizer = load_text_model(model, DTYPES[chosen])
             compiled = compile_bundle(

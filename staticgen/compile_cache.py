@@ -32,6 +32,7 @@ logger = logging.getLogger("staticgen")
 
 FOLDER, LIMIT = "STATICGEN_CACHE", "STATICGEN_CACHE_BYTES"
 DEFAULT_LIMIT = 20 * 10**9
+NONE_YET = "there is none yet"
 KINDS = ("checkpoint", "model", "program")
 
 
@@ -115,7 +116,7 @@ class CompileCache:
         """Why there is no entry with this key: the fields in which the most similar one differs."""
         others = [entry.key for entry in self.entries() if entry.kind == kind]
         if not others:
-            return "there is none yet"
+            return NONE_YET
         differing = [{name for name in {*key, *other} if key.get(name) != other.get(name)} for other in others]
         nearest = min(range(len(others)), key=lambda index: len(differing[index]))
         words = [
