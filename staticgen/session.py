@@ -34,7 +34,7 @@ from staticgen.progress import bar
 from staticgen.prompts import Prompts
 from staticgen.ready import ReadyKeys, read_past_key_values, warn_that_keys_win
 from staticgen.request import Request, read_request
-from staticgen.sources import open_source
+from staticgen.sources import Asked, open_source
 from staticgen.stats import CallStats, SessionStats
 
 
@@ -102,9 +102,8 @@ class Session:
         policy = read_overflow(overflow, layout, layout_class(layout))
         self._asked_overflow = None if overflow is None else policy
         budget = 0 if prefix_cache is None else require_count("prefix_cache", prefix_cache, least=0)
-        source = self._source = open_source(
-            model, max_length, batch_size, backend, device, backend_options, prefill_buckets, cache_sizes
-        )
+        asked = Asked(max_length, batch_size, backend, device, backend_options, prefill_buckets, cache_sizes)
+        source = self._source = open_source(model, asked)
         self.max_length, self.batch_size = source.max_length, source.batch_size
         self.backend: Backend = source.backend
         self.prefill_buckets, self.cache_sizes = source.prefill_buckets, source.cache_sizes

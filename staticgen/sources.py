@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import functools
 import logging
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from staticgen.backends import Backend, Program, open_backend
 from staticgen.backends.base import ProgramFiles
 from staticgen.bundle import Bundle
 from staticgen.compile_cache import CompileCache, code_digest, user_cache
-from staticgen.compiled import CompiledModel
+from staticgen.compiled import CompiledModel, config_sha256
 from staticgen.errors import BackendUnavailableError, BundleError, UnknownNameError
 from staticgen.facts import StepFacts
 from staticgen.limits import fit_buckets, fit_cache_sizes, require_count
@@ -35,6 +34,19 @@ logger = logging.getLogger("staticgen")
 
 DEFAULT_MAX_LENGTH = 512
 _BLOB = "program.blob"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of a session that decide on its programs, as they were given; see :class:`staticgen.Session`."""
+
+    max_length: int | None
+    batch_size: int | None
+    backend: str
+    device: str | None
+    backend_options: Mapping[str, str] | None
+    prefill_buckets: Sequence[int] | None
+    cache_sizes: Sequence[int] | None
 
 
 class Source(ABC):
@@ -79,24 +91,16 @@ class Source(ABC):
 class LiveSource(Source):
     """A transformers model, compiled here."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        max_length: int | None,
-        batch_size: int | None,
-        backend: str,
-        device: str | None,
-        backend_options: Mapping[str, str] | None,
-        prefill_buckets: Sequence[int] | None,
-        cache_sizes: Sequence[int] | None,
-    ):
+    def __init__(self, model: PreTrainedModel, asked: Asked):
         from staticgen.step import step_for  # noqa: PLC0415 - it imports transformers' models
 
-        self.max_length = DEFAULT_MAX_LENGTH if max_length is None else require_count("max_length", max_length, least=2)
-        self.batch_size = 1 if batch_size is None else require_count("batch_size", batch_size, least=1)
-        self.backend = open_backend(backend, device, backend_options)
-        self.prefill_buckets = fit_buckets(prefill_buckets, self.backend.prefill_buckets, self.max_length)
-        self.cache_sizes = fit_cache_sizes(cache_sizes, self.backend.cache_sizes, self.max_length)
+        self.max_length = DEFAULT_MAX_LENGTH
+        if asked.max_length is not None:
+            self.max_length = require_count("max_length", asked.max_length, least=2)
+        self.batch_size = 1 if asked.batch_size is None else require_count("batch_size", asked.batch_size, least=1)
+        self.backend = open_backend(asked.backend, asked.device, asked.backend_options)
+        self.prefill_buckets = fit_buckets(asked.prefill_buckets, self.backend.prefill_buckets, self.max_length)
+        self.cache_sizes = fit_cache_sizes(asked.cache_sizes, self.backend.cache_sizes, self.max_length)
         self._step: Step = step_for(model, self.backend.form)
         self.step = self._step
         self._model = weakref.ref(model)
@@ -136,9 +140,17 @@ class LiveSource(Source):
             if model is None:
                 return None
         made: dict[StepShape, Program] = {}
+
+        @functools.cache
+        def read() -> Any:
+            return backend.read_converted(model.folder)
+
+        def compile_one(shape: StepShape, blob: Path | None = None) -> None:
+            made[shape] = backend.compile_converted(step, read(), shape, blob)
+
         for shape in shapes:
             if not backend.keeps_blobs:
-                made[shape] = _timed(stats, lambda: backend.compile_converted(step, model.folder, shape))  # noqa: B023
+                _timed(stats, lambda: compile_one(shape))  # noqa: B023
                 continue
             key = {**converted, **asdict(shape), "made_for": backend.made_for}
             kept = _find(cache, "program", key, stats)
@@ -146,51 +158,38 @@ class LiveSource(Source):
                 made[shape] = backend.load_blob(step, shape, kept.path(_BLOB))
                 stats.loads += 1
                 continue
-
-            def compile_into(folder: Path) -> None:
-                made[shape] = backend.compile_converted(step, model.folder, shape, folder / _BLOB)  # noqa: B023
-
-            _timed(stats, lambda: cache.try_to_store("program", key, compile_into))  # noqa: B023
+            write = lambda folder: compile_one(shape, folder / _BLOB)  # noqa: B023, E731
+            _timed(stats, lambda: cache.try_to_store("program", key, write))  # noqa: B023
             if shape not in made:  # what was compiled could not be written
-                made[shape] = backend.compile_converted(step, model.folder, shape)
+                compile_one(shape)
         return made
 
 
 class CompiledSource(Source):
     """A bundle."""
 
-    def __init__(
-        self,
-        model: CompiledModel,
-        max_length: int | None,
-        batch_size: int | None,
-        backend: str,
-        device: str | None,
-        backend_options: Mapping[str, str] | None,
-        prefill_buckets: Sequence[int] | None,
-        cache_sizes: Sequence[int] | None,
-    ):
+    def __init__(self, model: CompiledModel, asked: Asked):
         fixed: dict[str, tuple[Any, Any]] = {
-            "max_length": (max_length, model.max_length),
-            "batch_size": (batch_size, model.batch_size),
-            "prefill_buckets": (None if prefill_buckets is None else tuple(prefill_buckets), model.prefill_buckets),
-            "cache_sizes": (None if cache_sizes is None else tuple(cache_sizes), model.cache_sizes),
-            "backend": (None if backend == "auto" else backend, model.backend),
+            "max_length": (asked.max_length, model.max_length),
+            "batch_size": (asked.batch_size, model.batch_size),
+            "prefill_buckets": (_tuple(asked.prefill_buckets), model.prefill_buckets),
+            "cache_sizes": (_tuple(asked.cache_sizes), model.cache_sizes),
+            "backend": (None if asked.backend == "auto" else asked.backend, model.backend),
         }
-        for name, (asked, has) in fixed.items():
-            if asked is not None and asked != has:
+        for name, (wanted, has) in fixed.items():
+            if wanted is not None and wanted != has:
                 raise BundleError(
-                    f"{name} is {asked!r}, but bundle {str(model.bundle.folder)!r} was compiled for {has!r}; leave {name} "
+                    f"{name} is {wanted!r}, but bundle {str(model.bundle.folder)!r} was compiled for {has!r}; leave {name} "
                     "out, or compile another bundle"
                 )
         self.step, self._compiled = model.step, model
         self.max_length, self.batch_size = model.max_length, model.batch_size
         self.prefill_buckets, self.cache_sizes, self.layout = model.prefill_buckets, model.cache_sizes, model.layout
-        options = {**model.compile_options, **(backend_options or {})}
+        device, options = asked.device, {**model.compile_options, **(asked.backend_options or {})}
         try:
             self.backend = open_backend(model.backend, model.device if device is None else device, options)
         except (BackendUnavailableError, ValueError) as error:
-            if device is not None or backend_options:
+            if device is not None or asked.backend_options:
                 raise
             kind = type(error) if isinstance(error, BackendUnavailableError | UnknownNameError) else BundleError
             raise kind(
@@ -223,9 +222,13 @@ class CompiledSource(Source):
         return read_in_background(self.backend, self.step, [self._compiled.programs[shape] for shape in ordered], stats)
 
 
-def open_source(model: Any, *arguments: Any) -> Source:
-    """The source of a model's programs; the arguments are those of :class:`LiveSource`."""
-    return (CompiledSource if isinstance(model, CompiledModel) else LiveSource)(model, *arguments)
+def open_source(model: Any, asked: Asked) -> Source:
+    """The source of a model's programs."""
+    return (CompiledSource if isinstance(model, CompiledModel) else LiveSource)(model, asked)
+
+
+def _tuple(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if sizes is None else tuple(sizes)
 
 
 def conversion_key(step: Step, backend: Backend) -> dict[str, Any]:
@@ -234,7 +237,7 @@ def conversion_key(step: Step, backend: Backend) -> dict[str, Any]:
     return {
         "model_type": step.model_type,
         "weights": identity.weights,
-        "config": hashlib.sha256(json.dumps(identity.config, sort_keys=True).encode()).hexdigest()[:16],
+        "config": config_sha256(identity),
         "dtype": str(step.dtype).removeprefix("torch."),
         "form": asdict(step.form),
         **(backend.conversion or {}),

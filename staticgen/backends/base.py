@@ -161,15 +161,23 @@ class Backend(ABC):
         return None
 
     def convert(self, step: Step, folder: Path) -> None:
-        """Write the step, with open sizes, as files that :meth:`compile_converted` reads.
+        """Write the step, with open sizes, as files that :meth:`read_converted` reads.
 
         Raises:
             CompileError: it cannot be converted.
         """
         raise BackendUnavailableError(f"backend {self.name!r} writes no files")
 
-    def compile_converted(self, step: Step, folder: Path, shape: StepShape, blob: Path | None = None) -> Program:
-        """Compile what :meth:`convert` wrote for one size, and keep in ``blob`` what the compiler made of it.
+    def read_converted(self, folder: Path) -> Any:
+        """What :meth:`convert` wrote, for :meth:`compile_converted`.
+
+        Raises:
+            CompileError: it cannot be read.
+        """
+        raise BackendUnavailableError(f"backend {self.name!r} cannot run programs from files")
+
+    def compile_converted(self, step: Step, converted: Any, shape: StepShape, blob: Path | None = None) -> Program:
+        """Compile what :meth:`read_converted` read for one size, and keep in ``blob`` what the compiler made of it.
 
         Raises:
             CompileError: as for :meth:`compile`.

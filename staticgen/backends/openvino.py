@@ -130,10 +130,15 @@ class OpenVINOBackend(Backend):
 
         write_open(step, folder)
 
-    def compile_converted(self, step: Step, folder: Path, shape: StepShape, blob: Path | None = None) -> Program:
-        from staticgen.backends.ir import feeds_of, read_open, static_model  # noqa: PLC0415 - it needs the model's classes
+    def read_converted(self, folder: Path) -> ov.Model:
+        from staticgen.backends.ir import read_open  # noqa: PLC0415 - it needs the model's classes
 
-        compiled = self._compile(static_model(step, shape, read_open(self._core, folder)), step, shape)
+        return read_open(self._core, folder)
+
+    def compile_converted(self, step: Step, converted: ov.Model, shape: StepShape, blob: Path | None = None) -> Program:
+        from staticgen.backends.ir import feeds_of, static_model  # noqa: PLC0415 - it needs the model's classes
+
+        compiled = self._compile(static_model(step, shape, converted), step, shape)
         if blob is not None:
             blob.write_bytes(compiled.export_model().getvalue())
         return OpenVINOProgram(compiled, step, shape, feeds_of(step))
