@@ -21,7 +21,7 @@ from staticgen.backends import open_backend
 from staticgen.backends.base import ProgramFiles
 from staticgen.backends.ir import convert_step, write_ir
 from staticgen.backends.openvino import OpenVINOBackend
-from staticgen.bundle import library_versions, new_folder, read_bundle, write_manifest
+from staticgen.bundle import Bundle, library_versions, new_folder, read_bundle, write_manifest
 from staticgen.certificate import CERTIFICATE, Golden, ask_reference, compare, save_golden, stand_in_arguments
 from staticgen.compiled import (
     STEP,
@@ -210,9 +210,10 @@ def _write(job: _Job, folder: Path) -> None:
     }
     job.report("check", "", 0.0)
     write_manifest(folder, manifest)
-    manifest["certificate"] |= _check(folder, golden, backend)
+    bundle = read_bundle(folder)
+    manifest["certificate"] |= _check(bundle, golden, backend)
     job.report("files", "", 0.0)
-    write_manifest(folder, manifest)
+    write_manifest(folder, manifest, bundle.manifest["files"])
 
 
 def _compile_blobs(job: _Job, programs: Sequence[ProgramFiles], backend: OpenVINOBackend | None) -> list[ProgramFiles]:
@@ -265,9 +266,9 @@ def _backend_here(job: _Job) -> OpenVINOBackend | None:
     return None if backend.emulated else backend
 
 
-def _check(folder: Path, golden: Sequence[Golden], backend: OpenVINOBackend | None) -> dict[str, Any]:
+def _check(bundle: Bundle, golden: Sequence[Golden], backend: OpenVINOBackend | None) -> dict[str, Any]:
     """Run the bundle against the reference: on the target, or on what stands for it here."""
-    model = CompiledModel(read_bundle(folder), unfinished=True)
+    model = CompiledModel(bundle, unfinished=True)
     session = Session(model, **({} if backend is not None else stand_in_arguments(model)))
     results = compare(session, golden, model.step.vocab_size)
     on, device = session.backend.description, session.backend.made_for

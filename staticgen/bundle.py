@@ -202,14 +202,18 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_manifest(folder: Path, fields: Mapping[str, Any]) -> None:
-    """Write the manifest of what is in ``folder``: ``fields``, and every file with its size and SHA-256."""
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    files = {
-        name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)}
-        for name in names
-        if name != MANIFEST
-    }
+def write_manifest(folder: Path, fields: Mapping[str, Any], files: Mapping[str, Any] | None = None) -> None:
+    """Write the manifest of what is in ``folder``: ``fields``, and every file with its size and SHA-256.
+
+    ``files`` are those of the manifest before, where they are what they were.
+    """
+    if files is None:
+        names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        files = {
+            name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)}
+            for name in names
+            if name != MANIFEST
+        }
     manifest = {"format": FORMAT, "version": VERSION, **fields, "files": files}
     manifest["checksum"] = _checksum(manifest)
     (folder / MANIFEST).write_bytes(_render(manifest))
