@@ -7,7 +7,7 @@ a real step is slower, by what its target does not overlap or reuse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from staticgen.limits import fit_buckets, fit_cache_sizes, needed_lengths, requi
 from staticgen.measuring import measure_bandwidth, measure_memory, measure_peak
 from staticgen.outline import Matrices, Outline, load_outline
 from staticgen.profiles import Figure, Profile, load_profile
-from staticgen.shapes import StepShape
+from staticgen.shapes import StepShape, largest_that_fits
 from staticgen.text import DTYPES
 
 WEIGHTS = ("none", "int8", "int4")
@@ -171,8 +171,8 @@ def plan(
         trained = limit or found.trained_length or _MOST_TOKENS
         longest = max(max_length, min(target.limits.max_length or _MOST_TOKENS, trained))
         rows = target.limits.batch_size or _MOST_ROWS
-        largest_length = _largest(2, longest, lambda length: sizes.total(length, batch_size) <= memory)
-        largest_batch = _largest(1, rows, lambda batch: sizes.total(max_length, batch) <= memory)
+        largest_length = largest_that_fits(2, longest, lambda length: sizes.total(length, batch_size) <= memory)
+        largest_batch = largest_that_fits(1, rows, lambda batch: sizes.total(max_length, batch) <= memory)
     own = fit_buckets(None, target.prefill_buckets, max_length)
     proposed = None
     if prompt_lengths is not None:
@@ -315,16 +315,6 @@ class _Sizes:
 def _holds_model(profile: Profile) -> bool:
     """Whether the model that a session was made from is in the target's own memory."""
     return profile.backend == "openvino" and profile.device == "CPU"
-
-
-def _largest(least: int, most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number from ``least`` to ``most`` that fits, or 0; what is larger than one that does not, does not."""
-    if most < least or not fits(least):
-        return 0
-    while least < most:
-        middle = (least + most + 1) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle - 1)
-    return least
 
 
 def _notes(outline: Outline, profile: Profile, dtype: str, weights: str) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ V vocabulary, H query heads, K key/value heads, D head size, N layers that cache
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -113,3 +113,13 @@ def plan_chunks(prompt_length: int, buckets: Sequence[int]) -> list[int]:
     full, rest = divmod(prompt_length, largest)
     first = [next(size for size in buckets if size >= rest)] if rest else []
     return first + [largest] * full
+
+
+def largest_that_fits(least: int, most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from ``least`` to ``most`` that fits, or 0; what is larger than one that does not, does not."""
+    if most < least or not fits(least):
+        return 0
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle - 1)
+    return least

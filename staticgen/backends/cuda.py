@@ -22,7 +22,7 @@ from staticgen.errors import BackendUnavailableError, CompileError, DoesNotFitEr
 from staticgen.facts import StepFacts
 from staticgen.graphs import Graph, Graphs, NullGraphs
 from staticgen.profiles import load_profile
-from staticgen.shapes import StepShape
+from staticgen.shapes import StepShape, largest_that_fits
 
 if TYPE_CHECKING:
     from staticgen.step import Step
@@ -213,8 +213,8 @@ class CudaBackend(Backend):
         total = needed(batch, longest)
         if total <= available:
             return
-        rows = _largest(batch, lambda count: needed(count, longest) <= available)
-        length = _largest(longest, lambda count: needed(batch, count) <= available)
+        rows = largest_that_fits(1, batch, lambda count: needed(count, longest) <= available)
+        length = largest_that_fits(1, longest, lambda count: needed(batch, count) <= available)
         fits = [f"batch_size={rows} with this max_length"] * bool(rows)
         fits += [f"max_length={length} with this batch_size"] * bool(length)
         spec = step.cache_spec
@@ -246,15 +246,6 @@ def _bytes(step: StepFacts, rows: int, sizes: Sequence[tuple[int, int]]) -> int:
 def _weight_bytes(step: StepFacts) -> int:
     tensors = {id(tensor): tensor for tensor in step.parameters()} if isinstance(step, torch.nn.Module) else {}
     return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest count up to ``most`` that fits; 0 when none does."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
 
 
 def _read_options(given: Mapping[str, str]) -> dict[str, str]:
