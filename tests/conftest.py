@@ -22,6 +22,15 @@ def tiny_llama():
     return models.llama()
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Threads of tiny models would only wait for each other, longer than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 # Every backend that runs on a machine without an accelerator, as arguments of Session.
 BACKENDS = {
     "eager": {"backend": "eager"},

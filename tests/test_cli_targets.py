@@ -6,8 +6,8 @@ import sys
 
 import models
 import pytest
+from test_cli import run
 
-from staticgen import cli
 from staticgen.planning import plan
 from staticgen.profiles import load_profile, profile_names
 
@@ -24,16 +24,6 @@ def folder(tmp_path_factory):
 def wide(monkeypatch):
     """Tables of a terminal that cuts nothing."""
     monkeypatch.setenv("COLUMNS", "200")
-
-
-def run(capfd, *arguments):
-    """The command line in this process: exit code, standard output, standard error."""
-    code = 0
-    try:
-        cli.app(list(map(str, arguments)), standalone_mode=True)
-    except SystemExit as exit_:
-        code = exit_.code or 0
-    return code, *capfd.readouterr()
 
 
 def test_profiles_are_listed(capfd):

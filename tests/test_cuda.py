@@ -38,13 +38,7 @@ CHOSEN = [
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and a CUDA build of torch")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads of these models would only wait for each other, longer than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def build(name, variant):

@@ -19,13 +19,7 @@ from staticgen.device_loop import LOOK_EVERY, MOST_EOS, draw, restrict, uniform
 NULL = {"backend": "cuda", "device": "null", "prefill_buckets": [8], "max_length": 48}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads of these models would only wait for each other, longer than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 from families import FAMILIES, REFUSED
 from models import new_tokens, random_prompt, reference
@@ -25,13 +24,7 @@ found: dict[tuple[str, str, str], dict[str, str]] = {}
 refused: dict[tuple[str, str], bool] = {}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads of these models would only wait for each other, longer than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def names(cases):
