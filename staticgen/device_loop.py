@@ -100,12 +100,13 @@ class LoopState:
         Returns:
             what waits for them and gives them, int64 [count, B] on the CPU.
         """
-        tokens = self._newest(self.generated.to("cpu", copy=True), count)
+        tokens = self.generated.to("cpu", copy=True)[self._note_made(count)]
         return lambda: tokens
 
-    def _newest(self, generated: torch.Tensor, count: int) -> torch.Tensor:
+    def _note_made(self, count: int) -> list[int]:
+        """The rows of :attr:`generated` that the newest ``count`` steps went to."""
         self._made += count
-        return generated[[step % LOOK_EVERY for step in range(self._made - count, self._made)]]
+        return [step % LOOK_EVERY for step in range(self._made - count, self._made)]
 
 
 def advance(
@@ -154,7 +155,7 @@ def restrict(
     """
     ordered, order = (logits / temperature).sort(dim=-1, stable=True)
     size = logits.shape[1]
-    worst = (size - top_k).clamp(min=0).long().expand(logits.shape[0], 1)
+    worst = (size - top_k).clamp(min=0, max=size - 1).long().expand(logits.shape[0], 1)
     ordered = ordered.masked_fill(ordered < ordered.gather(1, worst), -math.inf)
     best = torch.arange(size, device=logits.device) == size - 1  # always stays
     small = torch.softmax(ordered, dim=-1).cumsum(dim=-1) <= 1 - top_p

@@ -19,6 +19,7 @@ BACKENDS: Registry[Backend] = Registry(
         "eager": "staticgen.backends.eager:EagerBackend",
         "inductor": "staticgen.backends.inductor:InductorBackend",
         "cuda": "staticgen.backends.cuda:CudaBackend",
+        "xla": "staticgen.backends.xla:XlaBackend",
         "openvino": "staticgen.backends.openvino:OpenVINOBackend",
         "npu": "staticgen.backends.npu:NPUBackend",
         "intel_npu": "staticgen.backends.intel_npu:IntelNPUBackend",
