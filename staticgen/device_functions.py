@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,10 +32,8 @@ from staticgen.functions import TensorSpec
 from staticgen.rotary import Rotation
 from staticgen.shapes import StepShape, slots_of
 
-if TYPE_CHECKING:
-    from staticgen.step import Step
-
 Tensors = dict[str, torch.Tensor]
+RunStep = Callable[..., tuple[torch.Tensor, ...]]  # Step.forward, over the weights that it is to have
 # Inputs of the loop that no step of it changes, and those that it does.
 SETTINGS = ("window", "eos", "fill")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
@@ -68,11 +65,11 @@ class Drafts:
     Args:
         facts: of the step.
         shape: its size.
-        step: the step itself; needed by those that run it.
+        run_step: runs the step, for those that do.
     """
 
-    def __init__(self, facts: StepFacts, shape: StepShape, step: Step | None = None):
-        self._facts, self._shape, self._step = facts, shape, step
+    def __init__(self, facts: StepFacts, shape: StepShape, run_step: RunStep | None = None):
+        self._facts, self._shape, self._run_step = facts, shape, run_step
         self._spec, self._turned = facts.cache_spec, facts.form.transposed_keys
         self._token_dim = 4 if self._turned else 3  # of stacks of keys
 
@@ -82,9 +79,9 @@ class Drafts:
         def call(given: Tensors) -> Tensors:
             memory = self._memory(given)
             past = (*memory.slot_positions, *memory.buffers.keys, *memory.buffers.values)
-            assert self._step is not None
+            assert self._run_step is not None
             inputs = given["token_ids"], given["position_ids"], given["first_positions"]
-            logits, *new = self._step(*inputs, *past)
+            logits, *new = self._run_step(*inputs, *past)
             stacks: Tensors = {"logits": logits}
             for index, members in enumerate(members_of(self._spec).values()):
                 stacks[f"new_keys.{index}"] = torch.stack([new[member] for member in members])
@@ -108,8 +105,8 @@ class Drafts:
             if sampled:
                 low, high = state.seed.long().unbind()
                 state.seed = (high << 32) | (low & 0xFFFFFFFF)
-            assert self._step is not None
-            advance(self._step, state, memory, sampled, torch.float32)
+            assert self._run_step is not None
+            advance(self._run_step, state, memory, sampled, torch.float32)
             changed = {name: getattr(state, name) for name in CHANGING}
             changed |= {f"slots.{index}": slot for index, slot in enumerate(state.slots)}
             changed |= {f"slot_positions.{index}": held for index, held in enumerate(memory.slot_positions)}

@@ -200,5 +200,5 @@ def _mix(number: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(number: torch.Tensor, bits: int) -> torch.Tensor:
-    """Bits moved to the right, zeros from the left."""
-    return (number >> bits) & (2 ** (64 - bits) - 1)
+    """Bits moved to the right, zeros from the left; the sign by itself, since torch-xla divides, and rounds towards 0."""
+    return ((number & (2**63 - 1)) >> bits) | ((number < 0).long() << (63 - bits))

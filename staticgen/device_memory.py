@@ -67,6 +67,7 @@ class DeviceBuffers(KVBuffers):
     Args:
         engine: has the buffers.
         functions: give those of this cache's length.
+        weights: what functions may need besides what they are given; gets more entries as they are made.
         facts: of the step.
         batch, length: see :class:`staticgen.cache.KVBuffers`.
 
@@ -75,9 +76,9 @@ class DeviceBuffers(KVBuffers):
         puts: tokens of the steps whose keys and values can be written here.
     """
 
-    def __init__(self, engine: Engine, functions: Functions, facts: StepFacts, batch: int, length: int):
+    def __init__(self, engine: Engine, functions: Functions, weights: Held, facts: StepFacts, batch: int, length: int):
         super().__init__(facts.cache_spec, batch, length, facts.form.transposed_keys, windowed=True, device="meta")
-        self._engine, self._functions = engine, functions
+        self._engine, self._functions, self._weights = engine, functions, weights
         self._drafts = Drafts(facts, StepShape(batch, 1, length))
         self._slots = {window: slots_of(window, length) for window in self.spec.windows}
         self._exact_held: Held = {}  # 16-bit keys that turn, in float32; see KVBuffers.rotate_
@@ -96,7 +97,7 @@ class DeviceBuffers(KVBuffers):
         }
 
     def _run(self, tokens: int, name: str, given: Mapping[str, Buffer]) -> Held:
-        return call(self._functions((tokens, self.length), name), given)
+        return call(self._functions((tokens, self.length), name), {**self._weights, **given})
 
     def write_(self, new: KVBuffers, placements: Mapping[int | None, Placement]) -> None:
         shifts = {window: placement.shift for window, placement in placements.items()}
@@ -215,7 +216,7 @@ class DeviceMemory(KVMemory):
     """The memory of a cache on a device.
 
     Args:
-        engine, functions, facts, batch, length: see :class:`DeviceBuffers`.
+        engine, functions, weights, facts, batch, length: see :class:`DeviceBuffers`.
         turns: called when keys are going to turn, with how.
 
     Attributes:
@@ -226,13 +227,14 @@ class DeviceMemory(KVMemory):
         self,
         engine: Engine,
         functions: Functions,
+        weights: Held,
         facts: StepFacts,
         batch: int,
         length: int,
         turns: Callable[[Sequence[Rotation | None]], None],
     ):
         self._engine, self._turns = engine, turns
-        self.stacks = DeviceBuffers(engine, functions, facts, batch, length)
+        self.stacks = DeviceBuffers(engine, functions, weights, facts, batch, length)
         self.buffers = self.stacks
         self.slot_positions = [
             torch.full((batch, slots_of(window, length)), -1, dtype=torch.int64, device="cpu")

@@ -14,7 +14,7 @@ import torch
 
 from staticgen.backends.base import Backend, Program, ProgramFiles
 from staticgen.cache import KVBuffers, KVCache, KVMemory
-from staticgen.device_functions import Draft, Drafts
+from staticgen.device_functions import Draft, Drafts, RunStep
 from staticgen.device_memory import DeviceLoopState, DeviceMemory, Functions, Held, NewBuffers, call
 from staticgen.engines import Engine, Executable
 from staticgen.errors import CompileError
@@ -92,7 +92,7 @@ class HloBackend(Backend):
         self._sizes: dict[int, list[tuple[int, int]]] = {}
         self._memory: dict[tuple[int, int], DeviceMemory] = {}
         self._states: dict[int, DeviceLoopState] = {}
-        self._step: Step | None = None
+        self._run_step: RunStep | None = None
         self._read: set[Path] = set()
 
     def function(self, shape: StepShape, name: str) -> Executable:
@@ -115,7 +115,7 @@ class HloBackend(Backend):
         if (batch, length) not in self._memory:
             functions: Functions = lambda size, name: self.function(StepShape(batch, *size), name)  # noqa: E731
             turns = partial(self._prepare_turns, step, StepShape(batch, 1, length))
-            self._memory[batch, length] = DeviceMemory(self.engine, functions, step, batch, length, turns)
+            self._memory[batch, length] = DeviceMemory(self.engine, functions, self.weights, step, batch, length, turns)
         memory = self._memory[batch, length]
         memory.stacks.puts |= {tokens for tokens, slots in self._sizes.get(batch, ()) if slots == length}
         return memory
@@ -126,9 +126,9 @@ class HloBackend(Backend):
         return self._states[batch]
 
     def compile(self, step: Step, shape: StepShape) -> Program:
-        self._step = step
-        self._take_weights(step)
-        for draft in drafts_of(step, shape, self._sizes[shape.batch], step):
+        if self._run_step is None:
+            self._run_step = self._runner(step)
+        for draft in drafts_of(step, shape, self._sizes[shape.batch], self._run_step):
             self._add(shape, draft)
         return HloProgram(self, step, shape)
 
@@ -138,13 +138,13 @@ class HloBackend(Backend):
             future.set_result(self._make(draft))
 
     def _prepare_turns(self, step: StepFacts, shape: StepShape, rotations: Sequence[Rotation | None]) -> None:
-        if self._step is not None:  # a bundle has what it has
+        if self._run_step is not None:  # a bundle has what it has
             for draft in turns_of(step, shape, rotations):
                 self._add(shape, draft)
 
     @abstractmethod
-    def _take_weights(self, step: Step) -> None:
-        """Have the step's weights in :attr:`weights`."""
+    def _runner(self, step: Step) -> RunStep:
+        """What functions call to run the step, with its weights in :attr:`weights`."""
 
     @abstractmethod
     def _make(self, draft: Draft) -> Executable:
@@ -194,10 +194,10 @@ class HloBackend(Backend):
 
 
 def drafts_of(
-    facts: StepFacts, shape: StepShape, sizes: Iterable[tuple[int, int]], step: Step | None = None
+    facts: StepFacts, shape: StepShape, sizes: Iterable[tuple[int, int]], run_step: RunStep
 ) -> Iterator[Draft]:
     """The functions that a session of programs of these sizes, (tokens, cache length) each, needs at one of them."""
-    drafts = Drafts(facts, shape, step)
+    drafts = Drafts(facts, shape, run_step)
     yield drafts.step()
     lengths = sorted({slots for tokens, slots in sizes if tokens == 1})
     if shape.cache_length not in lengths:  # nothing is cached
