@@ -106,7 +106,7 @@ class Drafts:
                 low, high = state.seed.long().unbind()
                 state.seed = (high << 32) | (low & 0xFFFFFFFF)
             assert self._run_step is not None
-            advance(self._run_step, state, memory, sampled, torch.float32)
+            advance(self._run_step, state, memory, sampled, torch.float32, writes_last=True)
             changed = {name: getattr(state, name) for name in CHANGING}
             changed |= {f"slots.{index}": slot for index, slot in enumerate(state.slots)}
             changed |= {f"slot_positions.{index}": held for index, held in enumerate(memory.slot_positions)}

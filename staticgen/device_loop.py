@@ -115,6 +115,7 @@ def advance(
     memory: KVMemory,
     sampled: bool,
     precision: torch.dtype = torch.float64,
+    writes_last: bool = False,
 ) -> None:
     """Run the step on what ``state`` says, keep its keys and values, choose the next tokens, and move on.
 
@@ -123,18 +124,21 @@ def advance(
         state: a :class:`LoopState`, or what has its attributes; like ``memory``, read and written in place.
         sampled: draw the tokens; else take the best.
         precision: of the numbers that they are drawn by; float32 for devices that emulate float64.
+        writes_last: have the slots depend on the tokens, without changing them. XLA on the CPU does not see otherwise
+            that the last layer has read the cache when it is written, and copies all of it.
     """
     positions = state.position_ids
     first = (positions - (state.window - 1)).clamp(min=0)
     past = (*memory.slot_positions, *memory.buffers.keys, *memory.buffers.values)
     logits, *new = step(state.token_ids, positions, first, *past)
-    memory.put_(new, positions, state.slots)
     if sampled:
         ordered, order = restrict(logits, state.temperature, state.top_k, state.top_p, state.min_p)
         chosen = pick(ordered, order, uniform(state.seed, state.drawn, logits.shape[0], precision))
     else:
         chosen = logits.argmax(dim=-1)
     tokens = torch.where(state.finished, state.fill, chosen.to(state.fill.dtype))
+    slots = [torch.minimum(slot, tokens.max() + NO_LIMIT) for slot in state.slots] if writes_last else state.slots
+    memory.put_(new, positions, slots)
     shown = torch.where(logits.isnan().any(dim=-1), BROKEN, tokens)
     state.generated.index_copy_(0, state.column.long(), shown[None])
     state.finished.logical_or_((tokens[:, None] == state.eos[None]).any(dim=-1))
