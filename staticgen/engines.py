@@ -41,8 +41,13 @@ class Engine(ABC):
     compiles: int = 0
 
     @abstractmethod
-    def upload(self, tensor: torch.Tensor) -> Buffer:
-        """A tensor of the CPU as a buffer; what becomes of the tensor afterwards does not matter."""
+    def upload(self, tensor: torch.Tensor, name: str = "") -> Buffer:
+        """A tensor of the CPU as a buffer; what becomes of the tensor afterwards does not matter.
+
+        Args:
+            tensor: of a dtype in :data:`staticgen.functions.DTYPES`.
+            name: of the input that it is for; an engine of several devices divides it by that.
+        """
 
     @abstractmethod
     def download(self, buffer: Buffer) -> torch.Tensor:
@@ -62,7 +67,7 @@ class NullEngine(Engine):
 
     name = "null"
 
-    def upload(self, tensor: torch.Tensor) -> Buffer:
+    def upload(self, tensor: torch.Tensor, name: str = "") -> Buffer:
         return tensor.clone()
 
     def download(self, buffer: Buffer) -> torch.Tensor:
