@@ -104,6 +104,7 @@ WRITERS: Registry[Writer] = Registry(
     {
         "openvino": "staticgen.compile.openvino_writer:OpenVINOWriter",
         "npu": "staticgen.compile.openvino_writer:OpenVINOWriter",
+        "xla": "staticgen.compile.xla_writer:XlaWriter",
     },
 )
 

@@ -92,7 +92,7 @@ class DeviceBuffers(KVBuffers):
 
     def _zeros(self, specs: Mapping[str, TensorSpec]) -> Held:
         return {
-            name: self._engine.upload(torch.zeros(spec.shape, dtype=spec.dtype, device="cpu"))
+            name: self._engine.upload(torch.zeros(spec.shape, dtype=spec.dtype, device="cpu"), name)
             for name, spec in specs.items()
         }
 

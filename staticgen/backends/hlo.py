@@ -189,7 +189,7 @@ class HloBackend(Backend):
             return
         with safetensors.safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no dict
-                self.weights[WEIGHT + name] = self.engine.upload(file.get_tensor(name))
+                self.weights[WEIGHT + name] = self.engine.upload(file.get_tensor(name), WEIGHT + name)
         self._read.add(path)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from staticgen.backends.hlo import HloBackend
-from staticgen.device_functions import Draft, Tensors
+from staticgen.device_functions import Draft, RunStep, Tensors
 from staticgen.engines import Engine, Executable, NullEngine
 from staticgen.errors import BackendUnavailableError, UnknownNameError
 from staticgen.functions import WEIGHT, Lowered
@@ -35,8 +35,11 @@ class XlaBackend(HloBackend):
 
     def __init__(self, device: str | None = None, options: Mapping[str, str] | None = None):
         chosen = (device or os.environ.get("PJRT_DEVICE") or "tpu").lower()
-        if options:
-            raise ValueError(f"backend_options is {dict(options)!r}, but backend 'xla' has none; leave it out")
+        if dict(options or {}) not in ({}, {"mesh": "1"}):
+            raise ValueError(
+                f"backend_options is {dict(options or {})!r}, but backend 'xla' has none and runs on one chip; a bundle for "
+                "several is for backend='jax'"
+            )
         if chosen not in _DEVICES:
             raise UnknownNameError(f"backend 'xla' has the devices tpu, cpu and null (for tests), got {chosen!r}")
         engine: Engine = NullEngine() if chosen == "null" else _open_engine(chosen)
@@ -48,23 +51,22 @@ class XlaBackend(HloBackend):
         found = {"backend": self.name, "device": self.device}
         return found if self.device == "null" else {**found, "torch_xla": version("torch_xla")}
 
-    def _runner(self, step: Step) -> Callable[..., tuple[torch.Tensor, ...]]:
-        if isinstance(self.engine, NullEngine):
-            return step
+    def _runner(self, step: Step) -> RunStep:
+        return step if isinstance(self.engine, NullEngine) else self.take(step)[0]
+
+    def take(self, step: Step) -> tuple[Step, Tensors]:
+        """A copy of the step over weights on the device; and those weights on the CPU, by the first name of each."""
         names = names_of(step)
         tensors = {name: tensor for tensor, name in names.values()}
-        self.weights |= {
-            WEIGHT + name: self.engine.upload(tensor)
-            for name, tensor in tensors.items()
-            if WEIGHT + name not in self.weights
-        }
-        return _moved(step, {place: self.weights[WEIGHT + name] for place, (_, name) in names.items()})
+        for name, tensor in tensors.items():
+            self.weights[WEIGHT + name] = self.engine.upload(tensor, WEIGHT + name)
+        return _moved(step, {place: self.weights[WEIGHT + name] for place, (_, name) in names.items()}), tensors
 
     def _make(self, draft: Draft) -> Executable:
         if isinstance(self.engine, NullEngine):
             return self.engine.take(draft)
         lowered, constants = self.lower(draft)
-        self.weights |= {WEIGHT + name: self.engine.upload(tensor) for name, tensor in constants.items()}
+        self.weights |= {WEIGHT + name: self.engine.upload(tensor, WEIGHT + name) for name, tensor in constants.items()}
         return self.engine.load(lowered)
 
     def lower(self, draft: Draft) -> tuple[Lowered, Tensors]:

@@ -34,7 +34,7 @@ class TorchXlaEngine(Engine):
         self.device = torch_xla.device()
         self.name = f"{torch_xla.runtime.device_type()}"
 
-    def upload(self, tensor: torch.Tensor) -> Buffer:
+    def upload(self, tensor: torch.Tensor, name: str = "") -> Buffer:
         return tensor.detach().clone().to(self.device)  # a device that is the CPU may read it where it is
 
     def download(self, buffer: Buffer) -> torch.Tensor:
