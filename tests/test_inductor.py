@@ -134,9 +134,9 @@ def test_packages_are_loaded_in_another_process(tiny_llama, tmp_path):
     backend, step, prompt = open_backend("inductor"), step_for(tiny_llama, StepForm()), random_prompt(5)
     shapes = {"prefill": StepShape(1, 8, 24), "decode": StepShape(1, 1, 24)}
     written = backend.write(step, shapes, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["decode.pt2", "inductor.safetensors", "prefill.pt2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["programs", "weights.safetensors"]
     weights = sum(tensor.nbytes for tensor in tiny_llama.parameters())
-    assert weights <= (tmp_path / "inductor.safetensors").stat().st_size < 1.2 * weights  # once for both
+    assert weights <= (tmp_path / "weights.safetensors").stat().st_size < 1.2 * weights  # once for both
     (tmp_path / "facts").write_bytes(pickle.dumps((describe_step(step), written, prompt)))
     code = _READER.format(folder=str(tmp_path), tests=str(Path(__file__).parent))
     environment = {**os.environ, "CXX": "no-such-compiler"}  # nothing is compiled

@@ -196,6 +196,14 @@ class Backend(ABC):
         """Whether :meth:`load` compiles this program, because nothing in its files is compiled for this device."""
         return True
 
+    def require_fit(self, files: ProgramFiles) -> None:
+        """Refuse, before anything is read, a program that :meth:`load` could only refuse: what it is made for is not here.
+
+        Raises:
+            BackendUnavailableError: the message says what it is made for, and what is here.
+        """
+        return None
+
     def load(self, step: StepFacts, files: ProgramFiles) -> Program:
         """Read a program that was written, and compile it for this device where that must be.
 
