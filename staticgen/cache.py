@@ -31,6 +31,7 @@ class KVBuffers:
         transposed_keys: keys are [B, K, D, length] instead of [B, K, length, D].
         windowed: a layer with a window has slots for that only, not for ``length`` tokens.
         device: where they are.
+        stacks: what they are made of, in the order of :attr:`stacks`; None for zeros.
 
     Attributes:
         keys: one view per layer, [B, K, length, D], or [B, K, D, length] with ``transposed_keys``.
@@ -45,6 +46,7 @@ class KVBuffers:
         transposed_keys: bool = False,
         windowed: bool = False,
         device: torch.device | str = "cpu",
+        stacks: Sequence[torch.Tensor] | None = None,
     ):
         self.spec, self.batch, self.length, self.transposed_keys = spec, batch, length, transposed_keys
         self._key_dim = -1 if transposed_keys else -2  # where the tokens of the keys are
@@ -52,16 +54,11 @@ class KVBuffers:
         self.values: list[torch.Tensor] = [torch.empty(0)] * len(spec.layers)
         self._stacks: dict[LayerSpec, tuple[torch.Tensor, torch.Tensor]] = {}
         self._exact: dict[LayerSpec, torch.Tensor] = {}  # 16-bit keys that turn, in float32; see rotate_
-        self._members: dict[LayerSpec, list[int]] = {}
-        for size in dict.fromkeys(spec.layers):
-            members = [index for index, layer in enumerate(spec.layers) if layer == size]
-            self._members[size] = members
-            slots = size.slots(length) if windowed else length
-            shape = (len(members), batch, size.heads)
-            key_shape = (size.key_dim, slots) if transposed_keys else (slots, size.key_dim)
-            keys = _zeros((*shape, *key_shape), spec.dtype, device)
-            values = _zeros((*shape, slots, size.value_dim), spec.dtype, device)
-            self._stacks[size] = (keys, values)
+        self._members = members_of(spec)
+        shapes = stack_shapes(spec, batch, length, transposed_keys, windowed)
+        given = [_zeros(shape, spec.dtype, device) for shape in shapes] if stacks is None else list(stacks)
+        for place, (size, members) in enumerate(self._members.items()):
+            keys, values = self._stacks[size] = (given[2 * place], given[2 * place + 1])
             for row, index in enumerate(members):
                 self.keys[index], self.values[index] = keys[row], values[row]
 
@@ -75,8 +72,12 @@ class KVBuffers:
         """The memory of :attr:`keys` and :attr:`values`, [layers, B, K, ...] for layers of one size."""
         return [tensor for pair in self._stacks.values() for tensor in pair]
 
+    def of_size(self, size: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stacks of keys and of values of the layers of one size."""
+        return self._stacks[size]
+
     def put_token_(self, new: Sequence[torch.Tensor], slots: Mapping[int | None, torch.Tensor]) -> None:
-        """Store one token of every row: new keys [B, K, 1, D] of the layers, then new values; int64 [1] per window.
+        """Store one token of every row: new keys [B, K, 1, D] of the layers, then new values; a slot [1] per window.
 
         Nothing of it depends on a number that the host would have to know.
         """
@@ -86,8 +87,9 @@ class KVBuffers:
             new_keys = torch.stack([new[index] for index in members])
             if self.transposed_keys:
                 new_keys = new_keys.transpose(-1, -2)
-            keys.index_copy_(keys.dim() + self._key_dim, slots[size.window], new_keys)
-            values.index_copy_(3, slots[size.window], torch.stack([new[count + index] for index in members]))
+            slot = slots[size.window].long()
+            keys.index_copy_(keys.dim() + self._key_dim, slot, new_keys)
+            values.index_copy_(3, slot, torch.stack([new[count + index] for index in members]))
 
     def zero_(self) -> None:
         """Set every key and value to zero."""
@@ -210,7 +212,8 @@ class KVMemory:
 
     Attributes:
         buffers: the keys and values.
-        slot_positions: int64 [B, slots] of every window, -1 where a slot is empty.
+        slot_positions: int64 [B, slots] of every window, -1 where a slot is empty; where a device has a copy of its own,
+            what the host knows of it.
     """
 
     def __init__(
@@ -227,11 +230,46 @@ class KVMemory:
             for window in spec.windows
         ]
 
+    @classmethod
+    def of(cls, buffers: KVBuffers, slot_positions: list[torch.Tensor]) -> KVMemory:
+        """The memory that is made of these."""
+        memory = cls.__new__(cls)
+        memory.buffers, memory.slot_positions = buffers, slot_positions
+        return memory
+
     def put_(self, new: Sequence[torch.Tensor], positions: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
         """Store one token of every row: see :meth:`KVBuffers.put_token_`; positions int64 [B, 1]."""
         for held, slot in zip(self.slot_positions, slots, strict=True):
-            held.index_copy_(1, slot, positions)
+            held.index_copy_(1, slot.long(), positions)
         self.buffers.put_token_(new, dict(zip(self.buffers.spec.windows, slots, strict=True)))
+
+    def will_turn(self, rotations: Sequence[Rotation | None]) -> None:
+        """Be told, before anything runs, that :meth:`KVBuffers.rotate_` is going to be called."""
+        return None
+
+    def refresh_(self) -> None:
+        """Have in ``slot_positions`` what a device has written since the host last did."""
+        return None
+
+
+def members_of(spec: CacheSpec) -> dict[LayerSpec, list[int]]:
+    """The layers of each size, by their index; layers of one size share a stack."""
+    return {
+        size: [index for index, layer in enumerate(spec.layers) if layer == size] for size in dict.fromkeys(spec.layers)
+    }
+
+
+def stack_shapes(
+    spec: CacheSpec, batch: int, length: int, transposed_keys: bool = False, windowed: bool = False
+) -> list[tuple[int, ...]]:
+    """Shapes of :attr:`KVBuffers.stacks`, of which each size has two: keys, values."""
+    shapes: list[tuple[int, ...]] = []
+    for size, members in members_of(spec).items():
+        slots = size.slots(length) if windowed else length
+        shape = (len(members), batch, size.heads)
+        shapes.append((*shape, size.key_dim, slots) if transposed_keys else (*shape, slots, size.key_dim))
+        shapes.append((*shape, slots, size.value_dim))
+    return shapes
 
 
 class SlotGroup:
@@ -291,6 +329,8 @@ class KVCache:
             else:  # a window's slots are for the newest tokens, whatever the layout keeps elsewhere
                 own = Ring(slots)
             self.groups.append(SlotGroup(window, slot_positions, own))
+        if rotations is not None:
+            self.memory.will_turn(rotations)
 
     def _sees_the_pinned(self, window: int) -> bool:
         """Whether layers of this window see all that the layout keeps; if not, they must see no pinned token."""
@@ -414,6 +454,7 @@ class KVCache:
     def take_over(self, source: KVCache, count: int) -> None:
         """Be what ``source``, a cache of another length, holds: its ``count`` newest columns, or what fits of them."""
         self.clear()
+        source.memory.refresh_()
         moves = {}
         for group, old in zip(self.groups, source.groups, strict=True):
             fitting = min(count, group.layout.length, old.layout.length)

@@ -34,6 +34,8 @@ FOLDER, LIMIT = "STATICGEN_CACHE", "STATICGEN_CACHE_BYTES"
 DEFAULT_LIMIT = 20 * 10**9
 NONE_YET = "there is none yet"
 KINDS = ("checkpoint", "model", "program")
+# Folders in which libraries keep what they have compiled themselves, each an entry whose kind is its name.
+LIBRARIES = ("jax",)
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Entry:
 
     Attributes:
         folder: where it is.
-        kind: of :data:`KINDS`; or ``"unfinished"``, left by a process that was killed, or ``"damaged"``.
+        kind: of :data:`KINDS` or :data:`LIBRARIES`; or ``"unfinished"``, left by a process that was killed, or ``"damaged"``.
         key: what its content depends on.
         nbytes: bytes of its files.
         used: seconds since the epoch when it was used last.
@@ -112,6 +114,15 @@ class CompileCache:
             )
             return None
 
+    def library(self, name: str) -> Path:
+        """The folder of a library, one of :data:`LIBRARIES`, for it to make; what is in it is the library's own."""
+        if name not in LIBRARIES:
+            raise ValueError(f"library is {name!r}, expected one of {', '.join(LIBRARIES)}")
+        folder = self.root / name
+        with contextlib.suppress(OSError):  # there is none yet
+            os.utime(folder)
+        return folder
+
     def difference(self, kind: str, key: Mapping[str, Any]) -> str:
         """Why there is no entry with this key: the fields in which the most similar one differs."""
         others = [entry.key for entry in self.entries() if entry.kind == kind]
@@ -137,7 +148,9 @@ class CompileCache:
             except OSError:  # dropped meanwhile
                 continue
             kind, key = "damaged", {}
-            if folder.name.endswith(".tmp"):
+            if folder.name in LIBRARIES:
+                kind = folder.name
+            elif folder.name.endswith(".tmp"):
                 kind = "unfinished"
             else:
                 try:

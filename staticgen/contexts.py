@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from staticgen.cache import KVBuffers, KVCache
-from staticgen.device_loop import BROKEN, LOOK_EVERY, LoopState
+from staticgen.device_loop import BROKEN, LoopState
 from staticgen.growth import SizedCaches
 from staticgen.layouts import Layout, Ring, Shift
 from staticgen.programs import Programs
@@ -102,7 +102,7 @@ class CachedContext(Context):
         max_length: tokens of a row; more than the last length where all layers have windows.
 
     Attributes:
-        advances: :meth:`begin` and :meth:`advance` are there.
+        advances: :meth:`begin_loop` and :meth:`launch` are there.
     """
 
     def __init__(
@@ -132,6 +132,7 @@ class CachedContext(Context):
         self._window: int | None = None
         self._packed = False
         self._torn = False  # a step began and did not end: what is in the cache may be half written
+        self._placed = False  # the loop on the device knows its slots
 
     @property
     def nbytes(self) -> int:
@@ -200,9 +201,9 @@ class CachedContext(Context):
         self._caches.settle()
         return self._run(token_ids, position_ids)
 
-    @property
-    def loop(self) -> LoopState:
-        """The state of the loop on the device; for :meth:`advance`."""
+    def begin_loop(self) -> LoopState:
+        """The state of the loop on the device, to be filled; then :meth:`launch`, any number of times, and :meth:`end_loop`."""
+        self._placed = False
         return self._programs.backend.loop_state(self._programs.step, self._programs.batch)
 
     @property
@@ -210,33 +211,37 @@ class CachedContext(Context):
         """How many positions a token of the present call sees; None for all."""
         return self._window
 
-    def advance(self, count: int, sampled: bool) -> torch.Tensor:
-        """Run ``count`` decode steps on the device, at most :data:`LOOK_EVERY`, from :attr:`loop` on.
+    def launch(self, state: LoopState, count: int, sampled: bool) -> Callable[[], torch.Tensor]:
+        """Start ``count`` decode steps on the device, at most :data:`LOOK_EVERY`.
 
         Returns:
-            int64 [count, B], the tokens chosen after each; a copy on the CPU.
-
-        Raises:
-            ArithmeticError: logits are NaN.
+            what waits for the tokens chosen after each and gives them, int64 [count, B] on the CPU; it raises
+            ArithmeticError where logits are NaN.
         """
-        state, self._torn = self.loop, True
-        state.column.zero_()
-        for index in range(count):
+        self._torn = True
+        for _ in range(count):
             before = self._caches.current
             self._caches.settle()
-            if index == 0 or self._caches.current is not before:
-                for slot, group in zip(state.slots, self._caches.current.groups, strict=True):
-                    assert isinstance(group.layout, Ring)
-                    slot.fill_(group.layout.next_slot)
+            if not self._placed or self._caches.current is not before:
+                state.place([group.layout.next_slot for group in self._caches.current.groups])  # type: ignore[attr-defined]
+                self._placed = True
             self._programs.advance(self._caches.current, sampled)
             self._caches.skip(1)
-        assert count <= LOOK_EVERY
-        tokens = state.generated.to("cpu", copy=True)[:count]
-        if (tokens == BROKEN).any():
-            self._caches.zero_()
-            raise self._programs.broken(StepShape(self._programs.batch, 1, self._caches.current.length))
-        self._torn = False
-        return tokens
+        length, look = self._caches.current.length, state.snapshot(count)
+
+        def collect() -> torch.Tensor:
+            tokens = look()
+            if (tokens == BROKEN).any():
+                self._caches.zero_()
+                raise self._programs.broken(StepShape(self._programs.batch, 1, length))
+            return tokens
+
+        return collect
+
+    def end_loop(self, clean: bool) -> None:
+        """No more steps are started; ``clean`` if what was started has gone well, as far as it was looked at."""
+        self._caches.current.memory.refresh_()
+        self._torn = not clean
 
     def read(self, row: int, start: int, stop: int) -> KVSpan | None:
         if self._torn or (self._capacity is not None and stop > self._capacity):

@@ -13,7 +13,7 @@ from staticgen.backends import Backend
 from staticgen.calls import HOOKS, Call, Hooks
 from staticgen.contexts import CachedContext, Context
 from staticgen.decoding import Decoding
-from staticgen.device_loop import LOOK_EVERY, MOST_EOS
+from staticgen.device_loop import LOOK_EVERY, MOST_EOS, LoopState
 from staticgen.prefix_cache import Recorder
 from staticgen.sampling import row_processors
 
@@ -72,18 +72,25 @@ class HostLoop:
 
 
 class DeviceLoop:
-    """Has the device make some tokens of every row, and hands them out one after the other."""
+    """Has the device make some tokens of every row, and hands them out one after the other.
+
+    Where the device can run ahead, the next tokens are in the making while these are looked at.
+    """
 
     def __init__(self, call: Call, context: CachedContext, recorder: Recorder | None):
         self._call, self._context, self._recorder = call, context, recorder
         self._waiting: deque[torch.Tensor] = deque()
-        self._begun, self._seconds = False, 0.0
+        self._started: deque[tuple[int, Callable[[], torch.Tensor]]] = deque()
+        self._state: LoopState | None = None
+        self._left, self._seconds, self._failed = 0, 0.0, False
 
     def next(self) -> torch.Tensor:
         """The next token of each row, int64 [B]."""
         call = self._call
         if not self._waiting:
+            self._failed = True
             self._run()
+            self._failed = False
         tokens = self._waiting.popleft()[: len(call.stats.new_tokens)].clone()
         if self._recorder is not None:
             self._recorder.feed(call.token_ids, call.position_ids)
@@ -92,15 +99,18 @@ class DeviceLoop:
         return tokens
 
     def _run(self) -> None:
-        call, start = self._call, time.perf_counter()
-        if not self._begun:
-            self._begin()
-        count = min(LOOK_EVERY, call.left)
-        self._waiting.extend(self._context.advance(count, call.settings.do_sample))
+        start = time.perf_counter()
+        state = self._begin() if self._state is None else self._state
+        while self._left and len(self._started) < (2 if state.runs_ahead else 1):
+            count = min(LOOK_EVERY, self._left)
+            self._started.append((count, self._context.launch(state, count, self._call.settings.do_sample)))
+            self._left -= count
+        count, collect = self._started.popleft()
+        self._waiting.extend(collect())
         self._seconds = (time.perf_counter() - start) / count
 
-    def _begin(self) -> None:
-        call, state, self._begun = self._call, self._context.loop, True
+    def _begin(self) -> LoopState:
+        call, state = self._call, self._context.begin_loop()
         settings = call.settings
         state.begin(
             call.token_ids,
@@ -113,11 +123,16 @@ class DeviceLoop:
             min_p = 0.0 if settings.min_p is None else float(settings.min_p)
             chosen = float(settings.temperature), int(settings.top_k), float(settings.top_p), min_p
             state.sample(*chosen, call.sampler.seed, call.sampler.drawn)
+        self._state, self._left = state, call.left
+        return state
 
     def end(self) -> None:
-        """No more tokens are wanted; those that wait were made in vain."""
-        self._call.stats.surplus_steps += len(self._waiting)
+        """No more tokens are wanted; those that wait or are in the making were made in vain."""
+        self._call.stats.surplus_steps += len(self._waiting) + sum(count for count, _ in self._started)
+        if self._state is not None:
+            self._context.end_loop(clean=not self._failed)
         self._waiting.clear()
+        self._started.clear()
 
 
 def loop_of(

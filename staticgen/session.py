@@ -478,9 +478,14 @@ class Session:
                         break
                     tokens = run_for(self.backend, loop.next)
             finally:
-                loop.end()
+                self._end(loop)
                 self._keep()
             call.end_streamer()
+
+    @torch.inference_mode(False)
+    def _end(self, loop: Any) -> None:
+        with self.backend.scope():
+            loop.end()
 
     @torch.inference_mode(False)
     def _keep(self) -> None:

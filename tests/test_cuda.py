@@ -124,7 +124,7 @@ def test_what_is_broken_on_purpose_is_seen(tiny_llama, monkeypatch):
     def put_at_the_first_slot(self, new, positions, slots):
         return put(self, new, positions, [slot * 0 for slot in slots])
 
-    def keep_slots(self, count):
+    def keep_slots(self, slots):
         pass
 
     put = KVMemory.put_
@@ -132,7 +132,7 @@ def test_what_is_broken_on_purpose_is_seen(tiny_llama, monkeypatch):
         (Graph, "replay", replay_without_inputs),
         (KVMemory, "put_", put_at_the_first_slot),
         (NullGraphs, "prepare_memory", lambda self, tensor: tensor.fill_(torch.nan)),
-        ("staticgen.layouts.Ring.skip", keep_slots),
+        (LoopState, "place", keep_slots),
     ]
     for change in changes:
         with monkeypatch.context() as patch:
