@@ -211,3 +211,10 @@ class Backend(ABC):
             CompileError: the files cannot be read or compiled here.
         """
         raise BackendUnavailableError(f"backend {self.name!r} cannot run programs from files")
+
+
+def write_experts_plainly(step: Step) -> None:
+    """Let experts multiply by operations that every compiler has: by default transformers takes a grouped one of its own."""
+    config = step.model.config.get_text_config()
+    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        step.model.set_experts_implementation("batched_mm")

@@ -20,7 +20,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from staticgen.backends.base import Backend, Program, ProgramFiles
+from staticgen.backends.base import Backend, Program, ProgramFiles, write_experts_plainly
 from staticgen.cache import KVBuffers, KVCache
 from staticgen.errors import BackendUnavailableError, CompileError, RecompileError, UnknownNameError
 from staticgen.facts import StepFacts
@@ -183,6 +183,7 @@ class InductorBackend(Backend):
             CompileError: the step cannot be exported or compiled, or torch does not keep the weights apart.
         """
         require_compiler()
+        write_experts_plainly(step)
         if not _instructions():
             raise BackendUnavailableError(
                 f"torch {torch.__version__} does not say which instructions the CPU has (torch.cpu.get_capabilities), so that "
@@ -268,6 +269,7 @@ def _write_package(step: Step, shape: StepShape, path: Path, options: Mapping[st
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), TemporaryDirectory(prefix="staticgen-") as folder:
             exported = _export(step, shape)
+            _require_torchs_own(exported.graph)
             module, example = exported.module(check_guards=False), step.example_inputs(shape)
             made: Any = torch._inductor.aot_compile(module, example, options=settings)
             kept = [_without_places(Path(file), Path(folder)) for file in made if Path(file).suffix in _KEPT]
@@ -283,6 +285,13 @@ def _write_package(step: Step, shape: StepShape, path: Path, options: Mapping[st
             "so that programs cannot share one file of them; leave out the option freezing"
         )
     return {name: held[name].detach() for name in needed}
+
+
+def _require_torchs_own(graph: torch.fx.Graph) -> None:
+    """Refuse operations that are written in Python, which would not be there where a package runs."""
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims"):
+            raise ValueError(f"{node.target} is an operation of a library's own, which a package cannot call")
 
 
 def _without_places(file: Path, folder: Path) -> Path:
