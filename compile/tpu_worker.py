@@ -28,10 +28,10 @@ def main(request: Path, answers: Path) -> None:
     with answers.open("w", encoding="utf-8") as file:
         for program in asked["programs"]:
             function = Function.from_dict(program["function"])
-            lowered = lower_program(Lowered(function, Path(program["stablehlo"]).read_bytes()), devices)
             try:
+                lowered = lower_program(Lowered(function, Path(program["stablehlo"]).read_bytes()), devices)
                 answer = _account(lowered, asked["options"], asked["reading_options"])
-            except Exception as error:  # RuntimeError, and others for options that the compiler does not have
+            except Exception as error:  # jax and MLIR have several classes, RuntimeError and ValueError among them
                 answer = {"error": str(error)}
             print(json.dumps(answer), file=file, flush=True)
 
