@@ -188,6 +188,36 @@ def test_importing_it_imports_no_jax():
     assert run_python("import sys, staticgen.jax_engine; print('jax' in sys.modules)").strip() == "False"
 
 
+COMPILED_ELSEWHERE = """
+import pathlib, sys
+from device_programs import Decoder, decode, start
+from staticgen.jax_engine import JaxEngine
+from staticgen.jax_programs import lower_program, serialize
+engine, decoder, path = JaxEngine("cpu", mesh={mesh}), Decoder(), pathlib.Path({path!r})
+if {writes}:
+    path.write_bytes(serialize(lower_program(decoder.lowered(), engine.devices).compile()))
+else:
+    executable = engine.load_compiled(decoder.function(), path.read_bytes())
+    print(decode(engine, executable, start(engine, decoder, 5), 12)[0])
+"""
+
+
+@needs_jax
+@pytest.mark.parametrize("mesh", [1, 4])
+def test_what_was_compiled_elsewhere_runs(tmp_path, mesh):
+    path = str(tmp_path / "executable")
+    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    run_python(COMPILED_ELSEWHERE.format(mesh=mesh, path=path, writes=True), **environment)
+    tokens = json.loads(run_python(COMPILED_ELSEWHERE.format(mesh=mesh, path=path, writes=False), **environment))
+    assert tokens == Decoder().reference(5, 12)[0]
+
+
+@needs_jax
+def test_what_was_compiled_for_something_else_is_refused(engine):
+    with pytest.raises(CompileError, match="function 'greedy' was compiled for something else than cpu:0"):
+        engine.load_compiled(Decoder().function(), b"nothing")
+
+
 KEPT = """
 import jax, os
 from device_programs import Decoder

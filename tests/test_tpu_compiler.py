@@ -12,6 +12,7 @@ from staticgen.compile.tpu import account, account_all
 
 from staticgen.errors import BackendUnavailableError, CompileError
 from staticgen.functions import Function, Lowered, TensorSpec
+from staticgen.jax_engine import JaxEngine
 from staticgen.profiles import Figure, Topology, load_profile
 
 MISSING = [name for name in ("jax", "libtpu") if importlib.util.find_spec(name) is None]
@@ -77,8 +78,12 @@ def test_a_step_divided_over_chips(big, weights, name, chips):
 
 
 @needs_libtpu
-def test_several_programs_in_one_process(big, small, weights):
-    found = account_all({"decode_512": big, "decode_24": small}, "tpu-v5e")
+def test_several_programs_in_one_process(big, small, weights, tmp_path):
+    kept = tmp_path / "decode_24.executable"
+    found = account_all({"decode_512": big, "decode_24": small}, "tpu-v5e", {"decode_24": kept})
+    assert kept.stat().st_size > 10_000
+    with pytest.raises(CompileError, match=r"compiled for something else than cpu:0, .*compile it here"):
+        JaxEngine("cpu").load_compiled(small.function, kept.read_bytes())
     assert list(found) == ["decode_512", "decode_24"]
     assert found["decode_512"].weights == weights
     assert found["decode_24"].weights == sum(tensor.nbytes for tensor in Decoder().weights().values())
