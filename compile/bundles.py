@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import json
-import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -17,12 +16,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from staticgen.backends import open_backend
 from staticgen.backends.base import ProgramFiles
-from staticgen.backends.ir import convert_step, write_ir
-from staticgen.backends.openvino import OpenVINOBackend
 from staticgen.bundle import Bundle, library_versions, new_folder, read_bundle, write_manifest
-from staticgen.certificate import CERTIFICATE, Golden, ask_reference, compare, save_golden, stand_in_arguments
+from staticgen.certificate import CERTIFICATE, Golden, ask_reference, compare, save_golden
 from staticgen.compiled import (
     STEP,
     TOKENIZERS,
@@ -33,20 +29,17 @@ from staticgen.compiled import (
     read_tokenizer,
 )
 from staticgen.contexts import cached_sizes, recomputed_sizes
-from staticgen.errors import BackendUnavailableError, CompileError
+from staticgen.errors import CompileError
 from staticgen.layouts import layout_class, layout_factory
 from staticgen.limits import fit_buckets, fit_cache_sizes, needed_lengths, require_count, require_positions
 from staticgen.models import longest
-from staticgen.profiles import Profile, load_profile
+from staticgen.profiles import load_profile
 from staticgen.session import Session
 from staticgen.shapes import StepShape
 from staticgen.sources import DEFAULT_MAX_LENGTH
-from staticgen.step import Step, check_model, step_for
+from staticgen.step import check_model, step_for
 
-from .compress import WEIGHT_MODES, compress_weights
-from .npu import PLATFORMS, compile_blob
-
-logger = logging.getLogger("staticgen")
+from .writers import Job, Writer, writer_for
 
 AS_THEY_ARE = "as in the model"
 _STEPS = 8
@@ -57,25 +50,6 @@ _TEXTS = (
     "Once upon a time there was a small town by the sea, where every morning the fishermen went out before the sun rose and",
     "def",
 )
-
-
-@dataclass
-class _Job:
-    """What is compiled, with every choice made."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
-    profile: Profile
-    layout: str
-    max_length: int
-    batch_size: int
-    prefill_buckets: tuple[int, ...]
-    cache_sizes: tuple[int, ...]
-    weights: str | None
-    blobs: bool
-    source: str | None
-    report: Callable[[str, str, float], None]
-    step: Step = field(init=False)
 
 
 def compile_bundle(
@@ -96,9 +70,10 @@ def compile_bundle(
 ) -> CompiledModel:
     """Compile a model for a target and write everything that it replays there into a new folder.
 
-    The target need not be here. Programs are OpenVINO IR with every dimension fixed, over one file of weights. What a
-    compiler makes of them for a GPU or an NPU is kept besides, if the device is here; or, for a profile of one
-    generation of NPU, if its compiler is at hand (see :func:`staticgen.compile.compile_blob`).
+    Every dimension of a program is fixed, and all programs share one file of weights. For the backends openvino and npu
+    they are OpenVINO IR, and the target need not be here. What a compiler makes of them for a GPU or an NPU is kept
+    besides, if the device is here; or, for a profile of one generation of NPU, if its compiler is at hand (see
+    :func:`staticgen.compile.compile_blob`).
 
     Args:
         model: a causal decoder of transformers, on the CPU, in the dtype that it is to have.
@@ -125,13 +100,7 @@ def compile_bundle(
     """
     check_model(model)
     target = load_profile(profile)
-    if target.backend not in ("openvino", "npu"):
-        raise BackendUnavailableError(
-            f"profile {target.name!r} is for backend {target.backend!r}, for which no bundle can be made; profiles of the "
-            "backends openvino and npu can be compiled for"
-        )
-    if weights not in (None, "float16", *WEIGHT_MODES):
-        raise ValueError(f"weights is {weights!r}, expected None, 'float16' or one of {', '.join(WEIGHT_MODES)}")
+    writer = writer_for(target)
     name = (layout or target.layout).strip().lower()
     layout_class(name)
     length = longest(model, DEFAULT_MAX_LENGTH) if max_length is None else require_count("max_length", max_length, 2)
@@ -142,33 +111,19 @@ def compile_bundle(
             raise ValueError(f"{limit} is {value}, but profile {target.name!r} goes up to {most}; lower it")
     buckets = fit_buckets(prefill_buckets, target.prefill_buckets, length)
     sizes = fit_cache_sizes(cache_sizes, target.cache_sizes, length)
-    job = _Job(model, tokenizer, target, name, length, rows, buckets, sizes, weights, blobs, source, report)
+    job = Job(model, tokenizer, target, name, length, rows, buckets, sizes, weights, blobs, source, report)
+    writer.check(job)
     with new_folder(folder) as unfinished:
-        _write(job, unfinished)
+        _write(job, writer, unfinished)
     return CompiledModel(read_bundle(folder))
 
 
-def _write(job: _Job, folder: Path) -> None:
+def _write(job: Job, writer: Writer, folder: Path) -> None:
     job.report("step", job.model.config.model_type, 0.0)
     job.step = step = step_for(job.model, job.profile.form)
     shapes = _shapes(job)
     description = describe_step(step)
-    job.report("convert", "", 0.0)
-    model = convert_step(step)
-    if job.weights in WEIGHT_MODES:
-        job.report("compress", f"to {job.weights}", 0.0)
-        model = compress_weights(model, job.weights)
-
-    def report(name: str) -> None:
-        at = list(shapes).index(name)
-        job.report("programs", f"{name}, {at + 1} of {len(shapes)}", at / len(shapes))
-
-    # NPU compilers were tried with programs as they are.
-    fold = job.weights not in WEIGHT_MODES and job.profile.backend != "npu"
-    programs = write_ir(step, shapes, folder, model, job.weights == "float16", fold, report)
-    backend = _backend_here(job)
-    if job.blobs:
-        programs = _compile_blobs(job, programs, backend)
+    programs = writer.write(job, shapes, folder)
     (folder / STEP).write_text(json.dumps(description, indent=1), encoding="utf-8")
     config = _without(job.model.config.to_dict(), ("_name_or_path", "auto_map"))
     (folder / "config.json").write_text(json.dumps(config, indent=1, default=str), encoding="utf-8")
@@ -208,38 +163,17 @@ def _write(job: _Job, folder: Path) -> None:
         },
         "versions": library_versions(),
     }
+    for key, entries in writer.describe().items():
+        manifest[key] = {**manifest.get(key, {}), **entries}
     job.report("check", "", 0.0)
     write_manifest(folder, manifest)
     bundle = read_bundle(folder)
-    manifest["certificate"] |= _check(bundle, golden, backend)
+    manifest["certificate"] |= _check(bundle, golden, writer)
     job.report("files", "", 0.0)
     write_manifest(folder, manifest, bundle.manifest["files"])
 
 
-def _compile_blobs(job: _Job, programs: Sequence[ProgramFiles], backend: OpenVINOBackend | None) -> list[ProgramFiles]:
-    """The programs, with what a compiler makes of them where it is at hand."""
-    platform = job.profile.compile_options.get("NPU_PLATFORM")
-    done = []
-    for at, files in enumerate(programs, start=1):
-        what = f"{files.name}, {at} of {len(programs)}"
-        if backend is not None and backend.keeps_blobs:
-            job.report("blobs", f"{what}, on {backend.description}", (at - 1) / len(programs))
-            done.append(backend.precompile(job.step, files))
-        elif backend is None and platform in PLATFORMS:
-            job.report("blobs", f"{what}, for NPU {platform}", (at - 1) / len(programs))
-            blob = files.paths["model"].with_suffix(".blob")
-            try:
-                compile_blob(files.paths["model"], blob, platform, weights=files.paths["weights"])
-            except BackendUnavailableError as error:
-                logger.info("the bundle has no blobs, its programs are compiled where they run: %s", error)
-                return list(programs)
-            done.append(replace(files, compiled=((blob, {"npu_platform": platform}),)))
-        else:
-            return list(programs)
-    return done
-
-
-def _shapes(job: _Job) -> dict[str, StepShape]:
+def _shapes(job: Job) -> dict[str, StepShape]:
     """The sizes of all programs, by their names."""
     cls = layout_class(job.layout)
     if cls.recomputes:
@@ -256,20 +190,10 @@ def _shapes(job: _Job) -> dict[str, StepShape]:
     return {name: StepShape(job.batch_size, *size) for name, size in names.items()}
 
 
-def _backend_here(job: _Job) -> OpenVINOBackend | None:
-    """The target itself, if this machine has it."""
-    try:
-        backend = open_backend(job.profile.backend, job.profile.device, job.profile.compile_options)
-    except BackendUnavailableError:
-        return None
-    assert isinstance(backend, OpenVINOBackend)
-    return None if backend.emulated else backend
-
-
-def _check(bundle: Bundle, golden: Sequence[Golden], backend: OpenVINOBackend | None) -> dict[str, Any]:
-    """Run the bundle against the reference: on the target, or on what stands for it here."""
+def _check(bundle: Bundle, golden: Sequence[Golden], writer: Writer) -> dict[str, Any]:
+    """Run the bundle against the reference, as its writer says."""
     model = CompiledModel(bundle, unfinished=True)
-    session = Session(model, **({} if backend is not None else stand_in_arguments(model)))
+    session = Session(model, **writer.session_arguments(model))
     results = compare(session, golden, model.step.vocab_size)
     on, device = session.backend.description, session.backend.made_for
     del session
@@ -289,7 +213,7 @@ def _check(bundle: Bundle, golden: Sequence[Golden], backend: OpenVINOBackend | 
     }
 
 
-def _prompts(job: _Job, room: int) -> list[list[int]]:
+def _prompts(job: Job, room: int) -> list[list[int]]:
     """Token ids of a few prompts, ``room`` at most."""
     if job.tokenizer is not None:
         texts: list[list[int]] = [job.tokenizer(text).input_ids for text in _TEXTS]
@@ -301,7 +225,7 @@ def _prompts(job: _Job, room: int) -> list[list[int]]:
     return [ids[:room] for ids in texts if ids]
 
 
-def _write_tokenizer(job: _Job, folder: Path) -> dict[str, Any] | None:
+def _write_tokenizer(job: Job, folder: Path) -> dict[str, Any] | None:
     """Write the tokenizer's files; their names, and the class of transformers that makes the same tokenizer of them."""
     if job.tokenizer is None:
         return None
@@ -339,7 +263,7 @@ def _without(value: Any, names: Sequence[str]) -> Any:
     return {name: _without(part, names) for name, part in value.items() if name not in names}
 
 
-def _model_entry(job: _Job) -> dict[str, Any]:
+def _model_entry(job: Job) -> dict[str, Any]:
     config, identity = job.model.config, job.step.identity()
     return {
         "source": job.source or Path(str(config._name_or_path)).name or None,

@@ -208,7 +208,7 @@ def _ask(request: Mapping[str, Any], folder: Path) -> tuple[list[dict[str, Any]]
     return [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()], said
 
 
-def _bytes(function: Function, prefix: str, chips: int) -> int:
+def _bytes(function: Function, prefix: str | tuple[str, ...], chips: int) -> int:
     """Bytes on each chip of the inputs whose names begin so, without padding."""
     return sum(
         spec.nbytes // (1 if divided(name, spec.shape, chips) is None else chips)

@@ -72,6 +72,10 @@ class KVBuffers:
         """The memory of :attr:`keys` and :attr:`values`, [layers, B, K, ...] for layers of one size."""
         return [tensor for pair in self._stacks.values() for tensor in pair]
 
+    def of_size(self, size: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stacks of keys and of values of the layers of one size."""
+        return self._stacks[size]
+
     def put_token_(self, new: Sequence[torch.Tensor], slots: Mapping[int | None, torch.Tensor]) -> None:
         """Store one token of every row: new keys [B, K, 1, D] of the layers, then new values; a slot [1] per window.
 
@@ -225,6 +229,13 @@ class KVMemory:
             torch.full((batch, slots_of(window, length)), EMPTY, dtype=torch.int64, device=device)
             for window in spec.windows
         ]
+
+    @classmethod
+    def of(cls, buffers: KVBuffers, slot_positions: list[torch.Tensor]) -> KVMemory:
+        """The memory that is made of these."""
+        memory = cls.__new__(cls)
+        memory.buffers, memory.slot_positions = buffers, slot_positions
+        return memory
 
     def put_(self, new: Sequence[torch.Tensor], positions: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
         """Store one token of every row: see :meth:`KVBuffers.put_token_`; positions int64 [B, 1]."""

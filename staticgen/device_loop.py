@@ -100,12 +100,13 @@ class LoopState:
         Returns:
             what waits for them and gives them, int64 [count, B] on the CPU.
         """
-        tokens = self._newest(self.generated.to("cpu", copy=True), count)
+        tokens = self.generated.to("cpu", copy=True)[self._note_made(count)]
         return lambda: tokens
 
-    def _newest(self, generated: torch.Tensor, count: int) -> torch.Tensor:
+    def _note_made(self, count: int) -> list[int]:
+        """The rows of :attr:`generated` that the newest ``count`` steps went to."""
         self._made += count
-        return generated[[step % LOOK_EVERY for step in range(self._made - count, self._made)]]
+        return [step % LOOK_EVERY for step in range(self._made - count, self._made)]
 
 
 def advance(
@@ -114,6 +115,7 @@ def advance(
     memory: KVMemory,
     sampled: bool,
     precision: torch.dtype = torch.float64,
+    writes_last: bool = False,
 ) -> None:
     """Run the step on what ``state`` says, keep its keys and values, choose the next tokens, and move on.
 
@@ -122,18 +124,21 @@ def advance(
         state: a :class:`LoopState`, or what has its attributes; like ``memory``, read and written in place.
         sampled: draw the tokens; else take the best.
         precision: of the numbers that they are drawn by; float32 for devices that emulate float64.
+        writes_last: have the slots depend on the tokens, without changing them. XLA on the CPU does not see otherwise
+            that the last layer has read the cache when it is written, and copies all of it.
     """
     positions = state.position_ids
     first = (positions - (state.window - 1)).clamp(min=0)
     past = (*memory.slot_positions, *memory.buffers.keys, *memory.buffers.values)
     logits, *new = step(state.token_ids, positions, first, *past)
-    memory.put_(new, positions, state.slots)
     if sampled:
         ordered, order = restrict(logits, state.temperature, state.top_k, state.top_p, state.min_p)
         chosen = pick(ordered, order, uniform(state.seed, state.drawn, logits.shape[0], precision))
     else:
         chosen = logits.argmax(dim=-1)
     tokens = torch.where(state.finished, state.fill, chosen.to(state.fill.dtype))
+    slots = [torch.minimum(slot, tokens.max() + NO_LIMIT) for slot in state.slots] if writes_last else state.slots
+    memory.put_(new, positions, slots)
     shown = torch.where(logits.isnan().any(dim=-1), BROKEN, tokens)
     state.generated.index_copy_(0, state.column.long(), shown[None])
     state.finished.logical_or_((tokens[:, None] == state.eos[None]).any(dim=-1))
@@ -154,7 +159,7 @@ def restrict(
     """
     ordered, order = (logits / temperature).sort(dim=-1, stable=True)
     size = logits.shape[1]
-    worst = (size - top_k).clamp(min=0).long().expand(logits.shape[0], 1)
+    worst = (size - top_k).clamp(min=0, max=size - 1).long().expand(logits.shape[0], 1)
     ordered = ordered.masked_fill(ordered < ordered.gather(1, worst), -math.inf)
     best = torch.arange(size, device=logits.device) == size - 1  # always stays
     small = torch.softmax(ordered, dim=-1).cumsum(dim=-1) <= 1 - top_p
@@ -199,5 +204,5 @@ def _mix(number: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(number: torch.Tensor, bits: int) -> torch.Tensor:
-    """Bits moved to the right, zeros from the left."""
-    return (number >> bits) & (2 ** (64 - bits) - 1)
+    """Bits moved to the right, zeros from the left; the sign by itself, since torch-xla divides, and rounds towards 0."""
+    return ((number & (2**63 - 1)) >> bits) | ((number < 0).long() << (63 - bits))

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from staticgen.functions import Function, Lowered
+from staticgen.device_functions import Draft, Tensors
+from staticgen.errors import CompileError
+from staticgen.functions import Function, Lowered, TensorSpec
 
 Buffer = Any  # a tensor on the device, as the engine's library has it
 
@@ -61,7 +63,7 @@ class Engine(ABC):
 
 
 class NullEngine(Engine):
-    """Runs the functions themselves on the CPU, for tests: inputs that a device would have taken are filled with rubbish."""
+    """Runs the functions themselves on the CPU, for tests: inputs that a device would have taken are spoilt."""
 
     name = "null"
 
@@ -72,39 +74,45 @@ class NullEngine(Engine):
         return buffer.clone()
 
     def load(self, lowered: Lowered) -> Executable:
-        raise NotImplementedError("device 'null' has no compiler")
+        raise CompileError("device 'null' runs no compiled programs")
 
-    def take(self, function: Function, call: Callable[..., Sequence[torch.Tensor]]) -> Executable:
-        """The executable of a function of torch."""
+    @torch.no_grad()
+    def take(self, draft: Draft) -> Executable:
+        """The executable of a function, which runs once to see what it gives."""
         self.compiles += 1
-        return _NullExecutable(function, call)
+        zeros = {name: torch.zeros(spec.shape, dtype=spec.dtype, device="cpu") for name, spec in draft.inputs.items()}
+        outputs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in draft.call(zeros).items()}
+        function = Function(draft.name, draft.inputs, outputs, {name: name for name in draft.kept})
+        return _NullExecutable(Function.from_dict(function.to_dict()), draft.call)
 
 
 class _NullExecutable(Executable):
-    def __init__(self, function: Function, call: Callable[..., Sequence[torch.Tensor]]):
+    def __init__(self, function: Function, call: Callable[[Tensors], Tensors]):
         super().__init__(function)
         self._call = call
 
     @torch.no_grad()
     def __call__(self, inputs: Sequence[Buffer]) -> list[Buffer]:
-        given = [
-            tensor if name.startswith("weights.") else tensor.clone()
-            for name, tensor in zip(self.function.inputs, inputs, strict=True)
-        ]
+        given = {}
         for (name, spec), tensor in zip(self.function.inputs.items(), inputs, strict=True):
-            if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
+            if TensorSpec(tuple(tensor.shape), tensor.dtype) != spec:
                 raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {spec}")
-        outputs = [tensor.clone() for tensor in self._call(*given)]
-        for (name, spec), tensor in zip(self.function.outputs.items(), outputs, strict=True):
-            if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
-                raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {spec}")
+            given[name] = tensor.clone()
+        outputs = self._call(given)
+        if list(outputs) != list(self.function.outputs):
+            raise ValueError(f"{self.function.name} gives {list(outputs)}, expected {list(self.function.outputs)}")
+        for name, tensor in outputs.items():
+            if TensorSpec(tuple(tensor.shape), tensor.dtype) != self.function.outputs[name]:
+                raise ValueError(
+                    f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {self.function.outputs[name]}"
+                )
+        results = [tensor.clone() for tensor in outputs.values()]
         for place in self.function.donated:
-            spoil(inputs[place])
-        return outputs
+            _spoil(inputs[place])
+        return results
 
 
-def spoil(tensor: torch.Tensor) -> None:
-    """Fill a tensor with what nobody would take for a result."""
+def _spoil(tensor: torch.Tensor) -> None:
     if tensor.dtype == torch.bool:
         tensor.logical_not_()
     else:

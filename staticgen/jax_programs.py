@@ -16,7 +16,7 @@ import torch
 from staticgen.errors import BackendUnavailableError
 from staticgen.functions import DTYPES, WEIGHT, Function, Lowered, TensorSpec
 
-CACHE = "cache."  # inputs of this name are caches, [layers, B, K, S, D]
+CACHE = ("keys.", "values.", "exact.")  # inputs whose names begin so are caches, [layers, B, K, slots, D]
 # The name that the devices of a mesh are divided by.
 AXIS = "model"
 
@@ -27,7 +27,7 @@ _ROWS = re.compile(
     r"(^|\.)(q_proj|k_proj|v_proj|gate_proj|up_proj)\.(weight|bias)$|(^|\.)(embed_tokens|lm_head)\.weight$"
 )
 _COLUMNS = re.compile(r"(^|\.)(o_proj|down_proj)\.weight$")
-_CACHE_HEADS = 2  # K
+_CACHE_HEADS = 2  # K, of [layers, B, K, slots, D]
 
 
 def import_jax() -> Any:
@@ -51,7 +51,7 @@ def divided(name: str, shape: Sequence[int], parts: int) -> int | None:
     with other names, and those whose sizes do not divide are kept whole.
 
     Args:
-        name: of an input of a function: ``weights.`` and the name of a parameter in transformers, or ``cache.0``.
+        name: of an input of a function: ``weights.`` and the name of a parameter in transformers, or ``keys.0``.
         shape: of the whole tensor.
         parts: how many devices there are.
     """
@@ -83,7 +83,7 @@ def shardings(function: Function, devices: Sequence[Any]) -> tuple[tuple[Any, ..
     """Where inputs and outputs are; an output is where the input is whose memory it takes."""
     inputs = {name: sharding(name, spec.shape, devices) for name, spec in function.inputs.items()}
     outputs = [
-        inputs[function.aliases[name]] if name in function.aliases else sharding("", spec.shape, devices)
+        inputs[function.aliases[name]] if name in function.aliases else sharding(name, spec.shape, devices)
         for name, spec in function.outputs.items()
     ]
     return tuple(inputs.values()), tuple(outputs)

@@ -34,6 +34,8 @@ logger = logging.getLogger("staticgen")
 
 DEFAULT_MAX_LENGTH = 512
 _BLOB = "program.blob"
+# Backends that run what was compiled for another one.
+_ENGINES = {"xla": ("jax",)}
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,10 @@ class CompiledSource(Source):
             "batch_size": (asked.batch_size, model.batch_size),
             "prefill_buckets": (_tuple(asked.prefill_buckets), model.prefill_buckets),
             "cache_sizes": (_tuple(asked.cache_sizes), model.cache_sizes),
-            "backend": (None if asked.backend == "auto" else asked.backend, model.backend),
+            "backend": (
+                None if asked.backend in ("auto", *_ENGINES.get(model.backend, ())) else asked.backend,
+                model.backend,
+            ),
         }
         for name, (wanted, has) in fixed.items():
             if wanted is not None and wanted != has:
@@ -186,8 +191,9 @@ class CompiledSource(Source):
         self.max_length, self.batch_size = model.max_length, model.batch_size
         self.prefill_buckets, self.cache_sizes, self.layout = model.prefill_buckets, model.cache_sizes, model.layout
         device, options = asked.device, {**model.compile_options, **(asked.backend_options or {})}
+        name = model.backend if asked.backend == "auto" else asked.backend
         try:
-            self.backend = open_backend(model.backend, model.device if device is None else device, options)
+            self.backend = open_backend(name, model.device if device is None else device, options)
         except (BackendUnavailableError, ValueError) as error:
             if device is not None or asked.backend_options:
                 raise

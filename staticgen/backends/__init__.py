@@ -19,6 +19,8 @@ BACKENDS: Registry[Backend] = Registry(
         "eager": "staticgen.backends.eager:EagerBackend",
         "inductor": "staticgen.backends.inductor:InductorBackend",
         "cuda": "staticgen.backends.cuda:CudaBackend",
+        "xla": "staticgen.backends.xla:XlaBackend",
+        "jax": "staticgen.backends.jax:JaxBackend",
         "openvino": "staticgen.backends.openvino:OpenVINOBackend",
         "npu": "staticgen.backends.npu:NPUBackend",
         "intel_npu": "staticgen.backends.intel_npu:IntelNPUBackend",
