@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,11 +16,14 @@ from staticgen.backends.base import ProgramFiles
 from staticgen.backends.hlo import FUNCTIONS, HLO, WEIGHTS, drafts_of, turns_of
 from staticgen.backends.xla import XlaBackend
 from staticgen.compiled import CompiledModel
-from staticgen.errors import UnsupportedModelError
+from staticgen.errors import BackendUnavailableError, UnsupportedModelError
 from staticgen.functions import Lowered
 from staticgen.shapes import StepShape
 
+from .tpu import account_all
 from .writers import Job, Writer
+
+logger = logging.getLogger("staticgen")
 
 _WEIGHTS_FILE = "weights.safetensors"
 
@@ -34,6 +38,8 @@ class XlaWriter(Writer):
                 "model's dtype; load the model in bfloat16 for half the bytes"
             )
         self._backend = XlaBackend("cpu")
+        self._accounts: dict[str, Any] = {}
+        self._options, self._mesh = job.profile.compile_options, job.profile.chips
 
     def write(self, job: Job, shapes: Mapping[str, StepShape], folder: Path) -> list[ProgramFiles]:
         step, backend = job.step, self._backend
@@ -42,7 +48,7 @@ class XlaWriter(Writer):
         sizes = [(shape.tokens, shape.cache_length) for shape in shapes.values()]
         report = job.reporter("programs", shapes)
         (folder / "programs").mkdir()
-        written = []
+        written, heavy = [], {}
         for name, shape in shapes.items():
             report(name)
             drafts = list(drafts_of(step, shape, sizes, run_step))
@@ -56,13 +62,34 @@ class XlaWriter(Writer):
                 tensors |= constants
                 functions[draft.name] = lowered.function.to_dict()
                 paths |= _write(lowered, folder / "programs", name)
+                if draft.weighs:
+                    heavy[f"{name}.{draft.name}"] = lowered
             paths[FUNCTIONS].write_text(json.dumps(functions), encoding="utf-8")
             written.append(ProgramFiles(name, shape, paths))
+        self._accounts = _account(job, heavy)
         safetensors.torch.save_file({key: _own(tensor) for key, tensor in tensors.items()}, folder / _WEIGHTS_FILE)
         return written
 
+    def describe(self) -> Mapping[str, Mapping[str, Any]]:
+        entries: dict[str, Any] = {"compiled": self._accounts} if self._accounts else {}
+        if self._mesh > 1:
+            entries["compile_options"] = {**self._options, "mesh": str(self._mesh)}
+        return {"target": entries}
+
     def session_arguments(self, model: CompiledModel) -> dict[str, Any]:
         return {"device": "cpu", "backend_options": {"mesh": "1"}}
+
+
+def _account(job: Job, programs: Mapping[str, Lowered]) -> dict[str, Any]:
+    """What the TPU's compiler says about each function that runs the step; nothing where it is not installed."""
+    if job.profile.tpu is None or not job.blobs:
+        return {}
+    job.report("target", f"{len(programs)} functions, for {job.profile.name}", 0.0)
+    try:
+        return {name: found.to_dict() for name, found in account_all(programs, job.profile).items()}
+    except BackendUnavailableError as error:
+        logger.info("the programs were not compiled for %s: %s", job.profile.name, error)
+        return {}
 
 
 def _write(lowered: Lowered, folder: Path, program: str) -> dict[str, Path]:

@@ -144,6 +144,9 @@ def _profile_table(profile: Profile) -> Table:
         "compile_options": ", ".join(f"{key}={value}" for key, value in profile.compile_options.items()) or "none",
         "limits": ", ".join(f"{key} {value}" for key, value in limits.items() if value is not None) or "none known",
     }
+    if profile.tpu is not None:
+        shared = f", {profile.chips} chips share a program" if profile.chips > 1 else ""
+        rows["tpu"] = f"topology {profile.tpu.topology}{shared}"
     for key, value in rows.items():
         table.add_row(key, value)
     for key in ("memory", "bandwidth"):

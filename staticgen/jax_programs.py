@@ -16,6 +16,7 @@ import torch
 from staticgen.errors import BackendUnavailableError
 from staticgen.functions import DTYPES, WEIGHT, Function, Lowered, TensorSpec
 
+CACHE = ("keys.", "values.", "exact.")  # inputs whose names begin so are caches, [layers, B, K, slots, D]
 # The name that the devices of a mesh are divided by.
 AXIS = "model"
 
@@ -26,8 +27,7 @@ _ROWS = re.compile(
     r"(^|\.)(q_proj|k_proj|v_proj|gate_proj|up_proj)\.(weight|bias)$|(^|\.)(embed_tokens|lm_head)\.weight$"
 )
 _COLUMNS = re.compile(r"(^|\.)(o_proj|down_proj)\.weight$")
-_CACHE = re.compile(r"^(keys|values|exact)\.\d+$")
-_CACHE_HEADS = 2  # of [layers, B, K, slots, D]
+_CACHE_HEADS = 2  # K, of [layers, B, K, slots, D]
 
 
 def import_jax() -> Any:
@@ -61,7 +61,7 @@ def divided(name: str, shape: Sequence[int], parts: int) -> int | None:
             place = 0
         elif _COLUMNS.search(name) and len(shape) == 2:
             place = 1
-    elif _CACHE.search(name) and len(shape) == 5:
+    elif name.startswith(CACHE) and len(shape) == 5:
         place = _CACHE_HEADS
     if parts == 1 or place is None or shape[place] % parts:
         return None

@@ -164,7 +164,7 @@ def plan(
         )
     sizes = _Sizes(found, target, weights)
     programs = sizes.programs(max_length, batch_size)
-    memory = None if target.memory is None else target.memory.value
+    memory = None if target.memory is None else target.memory.value * target.chips
     total = sizes.total(max_length, batch_size)
     largest_length = largest_batch = None
     if memory is not None:
@@ -307,8 +307,9 @@ class _Sizes:
         if self._profile.bandwidth is None:
             return None, None
         peak = self._profile.peak.get(_name(self._outline.dtype))
-        reading = read / self._profile.bandwidth.value
-        computing = 0.0 if peak is None else flops / peak.value
+        chips = self._profile.chips
+        reading = read / (self._profile.bandwidth.value * chips)
+        computing = 0.0 if peak is None else flops / (peak.value * chips)
         return max(reading, computing), "memory" if reading >= computing else "compute"
 
 
@@ -335,6 +336,10 @@ def _notes(outline: Outline, profile: Profile, dtype: str, weights: str) -> tupl
     if weights != "none":
         scales = "each output channel of a compressed matrix has a scale of two bytes"
         notes.append(scales + ("; embeddings and head are int8" if weights == "int4" else ""))
+    if profile.chips > 1:
+        notes.append(
+            f"{profile.chips} chips share memory, bandwidth and peak evenly, and what they tell each other takes no time"
+        )
     for name, figure in profile.figures().items():
         if figure.estimate:
             notes.append(f"{name} is an estimate: {figure.source}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -21,7 +22,8 @@ _REQUIRED = (
     "description", "backend", "device", "dtypes", "layout", "attention", "transposed_keys", "prefill_buckets",
     "cache_sizes", "compile_options",
 )  # fmt: skip
-_OPTIONAL = ("late_heads", "fed", "limits", "memory", "bandwidth", "peak")
+_OPTIONAL = ("late_heads", "fed", "limits", "memory", "bandwidth", "peak", "tpu")
+_TOPOLOGY = re.compile(r"v\d+[a-z]*:[1-9]\d*(x[1-9]\d*){1,2}")
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,30 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Topology:
+    """Chips of a TPU, as its compiler has them without any being here.
+
+    Attributes:
+        topology: generation, and how the chips are arranged: ``"v5e:2x2"``. The compiler has whole hosts only.
+        mesh: how many of the chips share a program; 1 where it runs on one of them.
+        chip_config: how the compiler takes the cores of a chip, by its own name; None for its default.
+    """
+
+    topology: str
+    mesh: int = 1
+    chip_config: str | None = None
+
+    @property
+    def chips(self) -> int:
+        """How many chips there are."""
+        return math.prod(map(int, self.topology.partition(":")[2].split("x")))
+
+
+@dataclass(frozen=True)
 class Profile:
     """One target.
+
+    Where several chips share a program, its figures are those of one.
 
     Attributes:
         name: the file's name without ``.toml``.
@@ -72,6 +96,7 @@ class Profile:
         memory: bytes that a program and its cache can have; None where machines with this target differ.
         bandwidth: bytes/s at which that memory is read, at best; None where machines with this target differ.
         peak: FLOP/s at best, dense, by dtype: those of :data:`PEAK_DTYPES` that are known.
+        tpu: what its compiler is told to compile for; None where the target is no TPU.
     """
 
     name: str
@@ -88,6 +113,12 @@ class Profile:
     memory: Figure | None = None
     bandwidth: Figure | None = None
     peak: dict[str, Figure] = field(default_factory=dict)
+    tpu: Topology | None = None
+
+    @property
+    def chips(self) -> int:
+        """How many chips share a program."""
+        return 1 if self.tpu is None else self.tpu.mesh
 
     def to_dict(self) -> dict[str, Any]:
         """The entries of its file, as dicts, lists, texts and numbers; :func:`parse_profile` makes the profile of them."""
@@ -95,7 +126,8 @@ class Profile:
         del table["name"]
         table |= table.pop("form")
         table |= {key: list(value) for key, value in table.items() if isinstance(value, tuple)}
-        table["limits"] = {key: value for key, value in table["limits"].items() if value is not None}
+        for name in ("limits", "tpu"):
+            table[name] = table[name] and {key: value for key, value in table[name].items() if value is not None}
         return {key: value for key, value in table.items() if value is not None}
 
     def figures(self) -> dict[str, Figure]:
@@ -182,6 +214,7 @@ def _parse(name: str, file: str, table: Mapping[str, Any]) -> Profile:
         memory=check.figure("memory", table["memory"]) if "memory" in table else None,
         bandwidth=check.figure("bandwidth", table["bandwidth"]) if "bandwidth" in table else None,
         peak={dtype: check.figure(f"peak.{dtype}", entry) for dtype, entry in peak.items()},
+        tpu=check.topology("tpu", table["tpu"]) if "tpu" in table else None,
     )
 
 
@@ -245,6 +278,23 @@ class _Check:
             if isinstance(option, bool) or not isinstance(option, str | int | float):
                 self._refuse(f"{key}.{name}", option, "a text or a number")
         return {name: str(option) for name, option in value.items()}
+
+    def topology(self, key: str, value: Any) -> Topology:
+        entry = self.table(key, value)
+        self.keys(f"{key}.", entry, ("topology",), ("mesh", "chip_config"))
+        name, config = entry["topology"], entry.get("chip_config")
+        if not isinstance(name, str) or not _TOPOLOGY.fullmatch(name):
+            self._refuse(
+                f"{key}.topology", name, "a generation and how its chips are arranged, as 'v5e:2x2' or 'v4:2x2x1'"
+            )
+        found = Topology(
+            name,
+            self.count(f"{key}.mesh", entry.get("mesh", 1)),
+            None if config is None else self.text(f"{key}.chip_config", config),
+        )
+        if found.mesh > found.chips:
+            self._refuse(f"{key}.mesh", found.mesh, f"{found.chips} at most, the chips of topology {name!r}")
+        return found
 
     def figure(self, key: str, value: Any) -> Figure:
         entry = self.table(key, value)
