@@ -17,7 +17,7 @@ from staticgen.cache import KVBuffers, KVCache, KVMemory
 from staticgen.device_functions import Draft, Drafts, RunStep
 from staticgen.device_memory import DeviceLoopState, DeviceMemory, Functions, Held, NewBuffers, call
 from staticgen.engines import Engine, Executable
-from staticgen.errors import CompileError
+from staticgen.errors import CompileError, RecompileError
 from staticgen.facts import StepFacts
 from staticgen.functions import WEIGHT, Function, Lowered
 from staticgen.rotary import Rotation
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # Roles of a program's files in a bundle, besides one for each function, and one for each as HLO.
 FUNCTIONS, WEIGHTS, HLO = "functions", "weights", ".hlo"
+_MAKE_ANEW = "make the bundle anew with `staticgen compile`"
 
 
 class HloProgram(Program):
@@ -89,6 +90,9 @@ class HloBackend(Backend):
         self.weights: Held = {}
         self._code: dict[tuple[StepShape, str], Future[Executable]] = {}
         self._lock = threading.Lock()  # programs of bundles are read in a thread
+        # Sizes of which all functions are there, or why some are not; of others they may be on their way.
+        self._settled: dict[StepShape, CompileError] = {}
+        self._compiled: list[StepShape] = []
         self._sizes: dict[int, list[tuple[int, int]]] = {}
         self._memory: dict[tuple[int, int], DeviceMemory] = {}
         self._states: dict[int, DeviceLoopState] = {}
@@ -100,12 +104,29 @@ class HloBackend(Backend):
 
         Raises:
             CompileError: it cannot be read.
+            RecompileError: it was not compiled when the session was made.
         """
-        return self._future(shape, name).result()
+        future = self._future(shape, name)
+        if self._run_step is not None and not future.done():
+            raise RecompileError(
+                f"function {name!r} of the step {shape} was not compiled; nothing compiles after warm-up"
+            )
+        return future.result()
 
     def _future(self, shape: StepShape, name: str) -> Future[Executable]:
         with self._lock:
-            return self._code.setdefault((shape, name), Future())
+            future = self._code.setdefault((shape, name), Future())
+            if shape in self._settled and not future.done():
+                future.set_exception(self._settled[shape])
+            return future
+
+    def _settle(self, shape: StepShape, reason: CompileError) -> None:
+        """Nothing more comes of this size: whoever waits for it hears why, and whoever asks later."""
+        with self._lock:
+            self._settled[shape] = reason
+            for (other, _), future in self._code.items():
+                if other == shape and not future.done():
+                    future.set_exception(reason)
 
     def reserve(self, step: StepFacts, batch: int, sizes: Sequence[tuple[int, int]]) -> None:
         known = self._sizes.setdefault(batch, [])
@@ -128,8 +149,11 @@ class HloBackend(Backend):
     def compile(self, step: Step, shape: StepShape) -> Program:
         if self._run_step is None:
             self._run_step = self._runner(step)
-        for draft in drafts_of(step, shape, self._sizes[shape.batch], self._run_step):
-            self._add(shape, draft)
+        if shape not in self._compiled:
+            self._compiled.append(shape)
+        for known in self._compiled:  # a new size may be one that tokens move to and from
+            for draft in drafts_of(step, known, self._sizes[known.batch], self._run_step):
+                self._add(known, draft)
         return HloProgram(self, step, shape)
 
     def _add(self, shape: StepShape, draft: Draft) -> None:
@@ -155,32 +179,45 @@ class HloBackend(Backend):
         """
 
     def load(self, step: StepFacts, files: ProgramFiles) -> Program:
-        names: list[str] = []
+        shape = files.shape
         try:
             self._read_weights(files.paths[WEIGHTS])
-            table = json.loads(files.paths[FUNCTIONS].read_bytes())
-            functions = {name: Function.from_dict(entry) for name, entry in table.items()}
-            names = list(functions)
-            for name, function in functions.items():
-                missing = [weight for weight in function.weights if WEIGHT + weight not in self.weights]
-                if missing:
-                    raise ValueError(f"function {name!r} needs the weight {missing[0]!r}, which there is not")
+            for name, function in self._read_functions(step, files).items():
                 hlo = files.paths.get(name + HLO)
                 lowered = Lowered(function, files.paths[name].read_bytes(), b"" if hlo is None else hlo.read_bytes())
-                self._future(files.shape, name).set_result(self.engine.load(lowered))
+                self._future(shape, name).set_result(self.engine.load(lowered))
         except Exception as error:
-            failure = error if isinstance(error, CompileError) else None
-            if failure is None:
+            failure = error
+            if not isinstance(failure, CompileError):
                 failure = CompileError(
-                    f"program {files.name!r} cannot be read ({type(error).__name__}: {error}); make the bundle anew with "
-                    "`staticgen compile`"
+                    f"program {files.name!r} cannot be read ({type(error).__name__}: {error}); {_MAKE_ANEW}"
                 )
-            for name in names:  # whoever waits for one of them
-                future = self._future(files.shape, name)
-                if not future.done():
-                    future.set_exception(failure)
+            self._settle(shape, failure)
             raise failure from error
-        return HloProgram(self, step, files.shape)
+        self._settle(shape, CompileError(f"program {files.name!r} has no such function; {_MAKE_ANEW}"))
+        return HloProgram(self, step, shape)
+
+    def _read_functions(self, step: StepFacts, files: ProgramFiles) -> dict[str, Function]:
+        """A program's functions by name, which are those that its step needs at its size, and take what it gives them."""
+        table = json.loads(files.paths[FUNCTIONS].read_bytes())
+        functions = {name: Function.from_dict(entry) for name, entry in table.items()}
+        needed = {draft.name: draft for draft in drafts_of(step, files.shape, self._sizes[files.shape.batch])}
+        known = {**needed, **{draft.name: draft for draft in turns_of(step, files.shape, ())}}
+        for name in needed:
+            if name not in functions:
+                raise ValueError(f"it has no function {name!r}")
+        for name, function in functions.items():
+            if name not in known:
+                raise ValueError(f"its function {name!r} is none that is known")
+            for key, spec in function.inputs.items():
+                if key.startswith(WEIGHT):
+                    if key not in self.weights:
+                        raise ValueError(f"its function {name!r} needs the weight {key!r}, which there is not")
+                elif known[name].inputs.get(key) != spec:
+                    raise ValueError(
+                        f"its function {name!r} takes {key!r} as {spec}, expected {known[name].inputs.get(key)}"
+                    )
+        return functions
 
     def _read_weights(self, path: Path) -> None:
         import safetensors  # noqa: PLC0415 - for bundles only
@@ -194,7 +231,7 @@ class HloBackend(Backend):
 
 
 def drafts_of(
-    facts: StepFacts, shape: StepShape, sizes: Iterable[tuple[int, int]], run_step: RunStep
+    facts: StepFacts, shape: StepShape, sizes: Iterable[tuple[int, int]], run_step: RunStep | None = None
 ) -> Iterator[Draft]:
     """The functions that a session of programs of these sizes, (tokens, cache length) each, needs at one of them."""
     drafts = Drafts(facts, shape, run_step)

@@ -39,10 +39,14 @@ class TorchXlaEngine(Engine):
         if kept is not None and os.environ.get("PJRT_DEVICE", "").upper() == "TPU" and not _has_cache():
             torch_xla.runtime.initialize_cache(str(kept.library("torch_xla")))
         self.device = torch_xla.device()
+        self._weights: dict[str, Buffer] = {}
         self.name = str(torch_xla.runtime.device_type())
 
     def upload(self, tensor: torch.Tensor, name: str = "") -> Buffer:
-        return tensor.detach().clone().to(self.device)  # a device that is the CPU may read it where it is
+        buffer = tensor.detach().clone().to(self.device)  # a device that is the CPU may read it where it is
+        if name.startswith(WEIGHT):
+            self._weights[name] = buffer
+        return buffer
 
     def download(self, buffer: Buffer) -> torch.Tensor:
         return buffer.cpu()
@@ -55,6 +59,12 @@ class TorchXlaEngine(Engine):
             )
         self.compiles += 1
         return _Replay(self, lowered)
+
+    def stand_in(self, name: str, spec: TensorSpec) -> Buffer:
+        """A buffer to trace and compile an input with; weights are there already, and large."""
+        weight = self._weights.get(name)
+        fits = weight is not None and TensorSpec(tuple(weight.shape), weight.dtype) == spec
+        return weight if fits else self.zeros(spec)
 
     def zeros(self, spec: TensorSpec) -> Buffer:
         """A buffer that nothing else holds."""
@@ -70,7 +80,7 @@ class _Replay(Executable):
         self._donated = function.donated
         # The name is part of what torch-xla tells graphs apart by.
         name = f"staticgen::{function.name}_{next(_serial)}"
-        inputs = [engine.zeros(spec) for spec in function.inputs.values()]
+        inputs = [engine.stand_in(name, spec) for name, spec in function.inputs.items()]
         with _donation():
             for place in self._donated:
                 _XLAC._set_buffer_donation(inputs[place], True)
