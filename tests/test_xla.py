@@ -37,7 +37,9 @@ def on(device, model, **arguments):
 
 @pytest.fixture(scope="module")
 def session(device, tiny_llama):
-    return on(device, tiny_llama, cache_sizes=[16, 24], prefix_cache=0)
+    session = on(device, tiny_llama, cache_sizes=[16, 24])
+    session.set_cache_implementation("sink")  # which has a function of its own
+    return session
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +109,7 @@ def test_overflow(device, kind, overflow):
         found.append([new_tokens(session.generate(prompts, max_new_tokens=24), 9) for _ in range(2)])
     assert found[0] == found[1]
     assert session.stats.last.loop == ("host" if overflow == "sink" else "device")
-    assert len(found[0][0][0]) == (6 if overflow == "stop" else 24)
+    assert len(found[0][0][0]) == (5 if overflow == "stop" else 24)
 
 
 def test_prompts_longer_than_the_cache(device, tiny_llama):
@@ -137,27 +139,23 @@ def test_a_session_may_begin_with_any_layout(device, tiny_llama, first):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bits(device, dtype):
-    """The tokens of the same model in float32, as long as they are ahead of the next one by more than 16 bits say.
+    """Logits are no further from float32 than transformers' own of this dtype, twice; tokens are those of float32.
 
-    Between two numbers of dtype lies ``eps`` of them. A logit is the end of some ten sums and products in succession
-    (two layers of attention and MLP, norms, the head), each rounded, and every error goes through what follows: four
-    eps of the largest logit hold for all of them, and one eps does not.
+    Twice, since the same sums are rounded in another order: both errors are of one size and neither is the smaller. A
+    token may be another one only where the best two are closer than both their errors.
     """
-    model = models.llama().to(dtype)
-    exact = models.llama().to(dtype).float()  # with the weights that the other has
-    tolerance = 4 * torch.finfo(dtype).eps
+    model, exact = models.llama().to(dtype), models.llama().to(dtype).float()  # of the same weights
     session, prompt = on(device, model, max_length=24, batch_size=1), random_prompt(6)
-    output = session.generate(
-        prompt, max_new_tokens=16, return_dict_in_generate=True, output_logits=True, output_scores=True
-    )
-    assert session.stats.last.loop == "host"
+    asked = {"max_new_tokens": 16, "return_dict_in_generate": True, "output_logits": True}
+    output = session.generate(prompt, **asked)
     with torch.no_grad():
-        right = exact(output.sequences).logits[0, 5:-1]
-    found = torch.stack(output.logits)[:, 0]
-    assert float((found - right).abs().max()) <= tolerance * float(right.abs().max())
-    assert float((found - right).abs().max()) > 0  # it is no float32 at all
+        right, theirs = (one(output.sequences).logits[0, 5:-1].float() for one in (exact, model))
+    tolerance = 2 * float((theirs - right).abs().max())
+    assert 0 < tolerance < 16 * torch.finfo(dtype).eps * float(right.abs().max())
+    difference = float((torch.stack(output.logits)[:, 0] - right).abs().max())
+    assert 0 < difference <= tolerance
     best = right.topk(2).values
-    clear = best[:, 0] - best[:, 1] > 2 * tolerance * float(right.abs().max())
+    clear = best[:, 0] - best[:, 1] > 2 * tolerance
     assert int(clear.sum()) >= 3
     assert torch.equal(output.sequences[0, 6:][clear], right.argmax(dim=-1)[clear])
     looped = session.generate(prompt, max_new_tokens=16)
@@ -412,9 +410,10 @@ def test_devices_and_options(monkeypatch):
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     with pytest.raises(UnknownNameError, match=r"has the devices tpu, cpu and null \(for tests\), got 'cuda'"):
         open_backend("xla", "cuda")
-    for options in ({"attention": "sdpa"}, {"mesh": "4"}):
-        with pytest.raises(ValueError, match=r"'xla' has none and runs on one chip; a bundle for several is for .*jax"):
-            open_backend("xla", "null", options)
+    with pytest.raises(ValueError, match=r"mesh='4', but backend 'xla' runs on one chip; a bundle for several .*'jax'"):
+        open_backend("xla", "null", {"mesh": "4"})
+    with pytest.raises(ValueError, match="unknown option 'attention' for backend 'xla'; expected flags of the TPU's"):
+        open_backend("xla", "null", {"attention": "sdpa"})
     backend = open_backend("xla", "NULL", {"mesh": "1"})
     assert (backend.device, backend.emulated, backend.made_for) == (
         "null",

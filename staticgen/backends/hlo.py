@@ -14,10 +14,10 @@ import torch
 
 from staticgen.backends.base import Backend, Program, ProgramFiles
 from staticgen.cache import KVBuffers, KVCache, KVMemory
-from staticgen.device_functions import Draft, Drafts, RunStep
+from staticgen.device_functions import Draft, Drafts, RunStep, move_name
 from staticgen.device_memory import DeviceLoopState, DeviceMemory, Functions, Held, NewBuffers, call
 from staticgen.engines import Engine, Executable
-from staticgen.errors import CompileError, RecompileError
+from staticgen.errors import CompileError
 from staticgen.facts import StepFacts
 from staticgen.functions import WEIGHT, Function, Lowered
 from staticgen.rotary import Rotation
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 # Roles of a program's files in a bundle, besides one for each function, and one for each as HLO.
 FUNCTIONS, WEIGHTS, HLO = "functions", "weights", ".hlo"
-_MAKE_ANEW = "make the bundle anew with `staticgen compile`"
 
 
 class HloProgram(Program):
@@ -89,10 +88,9 @@ class HloBackend(Backend):
         self.engine = engine
         self.weights: Held = {}
         self._code: dict[tuple[StepShape, str], Future[Executable]] = {}
+        self._ended: dict[StepShape, CompileError | None] = {}  # sizes that no one makes functions for any more
         self._lock = threading.Lock()  # programs of bundles are read in a thread
-        # Sizes of which all functions are there, or why some are not; of others they may be on their way.
-        self._settled: dict[StepShape, CompileError] = {}
-        self._compiled: list[StepShape] = []
+        self._rotations: dict[StepShape, Sequence[Rotation | None]] = {}
         self._sizes: dict[int, list[tuple[int, int]]] = {}
         self._memory: dict[tuple[int, int], DeviceMemory] = {}
         self._states: dict[int, DeviceLoopState] = {}
@@ -103,30 +101,26 @@ class HloBackend(Backend):
         """The function of this name at one size; waits while it is being read.
 
         Raises:
-            CompileError: it cannot be read.
-            RecompileError: it was not compiled when the session was made.
+            CompileError: it cannot be read, or there is none.
         """
         future = self._future(shape, name)
-        if self._run_step is not None and not future.done():
-            raise RecompileError(
-                f"function {name!r} of the step {shape} was not compiled; nothing compiles after warm-up"
-            )
+        with self._lock:
+            if shape in self._ended and not future.done():
+                raise self._ended[shape] or _absent(shape, name)
         return future.result()
 
     def _future(self, shape: StepShape, name: str) -> Future[Executable]:
         with self._lock:
-            future = self._code.setdefault((shape, name), Future())
-            if shape in self._settled and not future.done():
-                future.set_exception(self._settled[shape])
-            return future
+            return self._code.setdefault((shape, name), Future())
 
-    def _settle(self, shape: StepShape, reason: CompileError) -> None:
-        """Nothing more comes of this size: whoever waits for it hears why, and whoever asks later."""
+    def _end(self, shape: StepShape, failure: CompileError | None = None) -> None:
+        """No more functions come for a size: whoever waits for one is told."""
         with self._lock:
-            self._settled[shape] = reason
-            for (other, _), future in self._code.items():
-                if other == shape and not future.done():
-                    future.set_exception(reason)
+            self._ended[shape] = failure
+            waiting = {name: future for (size, name), future in self._code.items() if size == shape}
+        for name, future in waiting.items():
+            if not future.done():
+                future.set_exception(failure or _absent(shape, name))
 
     def reserve(self, step: StepFacts, batch: int, sizes: Sequence[tuple[int, int]]) -> None:
         known = self._sizes.setdefault(batch, [])
@@ -149,11 +143,13 @@ class HloBackend(Backend):
     def compile(self, step: Step, shape: StepShape) -> Program:
         if self._run_step is None:
             self._run_step = self._runner(step)
-        if shape not in self._compiled:
-            self._compiled.append(shape)
-        for known in self._compiled:  # a new size may be one that tokens move to and from
-            for draft in drafts_of(step, known, self._sizes[known.batch], self._run_step):
-                self._add(known, draft)
+        self._ended[shape] = None
+        # Sizes that were there first may need more functions beside this one.
+        for size in [size for size in self._ended if size.batch == shape.batch]:
+            for draft in drafts_of(step, size, self._sizes[size.batch], self._run_step):
+                self._add(size, draft)
+        if shape in self._rotations:
+            self._prepare_turns(step, shape, self._rotations[shape])
         return HloProgram(self, step, shape)
 
     def _add(self, shape: StepShape, draft: Draft) -> None:
@@ -162,7 +158,8 @@ class HloBackend(Backend):
             future.set_result(self._make(draft))
 
     def _prepare_turns(self, step: StepFacts, shape: StepShape, rotations: Sequence[Rotation | None]) -> None:
-        if self._run_step is not None:  # a bundle has what it has
+        self._rotations[shape] = rotations
+        if shape in self._ended and self._run_step is not None:  # a bundle has what it has
             for draft in turns_of(step, shape, rotations):
                 self._add(shape, draft)
 
@@ -179,23 +176,23 @@ class HloBackend(Backend):
         """
 
     def load(self, step: StepFacts, files: ProgramFiles) -> Program:
-        shape = files.shape
         try:
             self._read_weights(files.paths[WEIGHTS])
             for name, function in self._read_functions(step, files).items():
                 hlo = files.paths.get(name + HLO)
                 lowered = Lowered(function, files.paths[name].read_bytes(), b"" if hlo is None else hlo.read_bytes())
-                self._future(shape, name).set_result(self.engine.load(lowered))
+                self._future(files.shape, name).set_result(self.engine.load(lowered))
         except Exception as error:
-            failure = error
-            if not isinstance(failure, CompileError):
+            failure = error if isinstance(error, CompileError) else None
+            if failure is None:
                 failure = CompileError(
-                    f"program {files.name!r} cannot be read ({type(error).__name__}: {error}); {_MAKE_ANEW}"
+                    f"program {files.name!r} cannot be read ({type(error).__name__}: {error}); make the bundle anew with "
+                    "`staticgen compile`"
                 )
-            self._settle(shape, failure)
+            self._end(files.shape, failure)
             raise failure from error
-        self._settle(shape, CompileError(f"program {files.name!r} has no such function; {_MAKE_ANEW}"))
-        return HloProgram(self, step, shape)
+        self._end(files.shape)
+        return HloProgram(self, step, files.shape)
 
     def _read_functions(self, step: StepFacts, files: ProgramFiles) -> dict[str, Function]:
         """A program's functions by name, which are those that its step needs at its size, and take what it gives them."""
@@ -203,6 +200,10 @@ class HloBackend(Backend):
         functions = {name: Function.from_dict(entry) for name, entry in table.items()}
         needed = {draft.name: draft for draft in drafts_of(step, files.shape, self._sizes[files.shape.batch])}
         known = {**needed, **{draft.name: draft for draft in turns_of(step, files.shape, ())}}
+        for name in functions:  # tokens may come from caches that the layout in use does not have
+            length = name.removeprefix(move_name(0)[:-1])
+            if name not in known and length.isdecimal() and files.shape.tokens == 1:
+                known[name] = Drafts(step, files.shape).move(int(length))
         for name in needed:
             if name not in functions:
                 raise ValueError(f"it has no function {name!r}")
@@ -228,6 +229,10 @@ class HloBackend(Backend):
             for name in file.keys():  # noqa: SIM118 - it is no dict
                 self.weights[WEIGHT + name] = self.engine.upload(file.get_tensor(name), WEIGHT + name)
         self._read.add(path)
+
+
+def _absent(shape: StepShape, name: str) -> CompileError:
+    return CompileError(f"the program {shape} has no function {name!r}; make the bundle anew with `staticgen compile`")
 
 
 def drafts_of(
