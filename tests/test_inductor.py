@@ -19,12 +19,9 @@ from test_cli import expected, run
 import staticgen
 from staticgen import BackendUnavailableError, CompileError, RecompileError, Session, UnknownNameError, cli
 from staticgen.backends import open_backend
-from staticgen.cache import KVCache
 from staticgen.certificate import load_golden
 from staticgen.compiled import open_compiled
 from staticgen.profiles import load_profile
-from staticgen.shapes import StepForm, StepShape
-from staticgen.step import step_for
 
 SIZES = {"prefill_buckets": [8], "backend": "inductor", "max_length": 48}
 
@@ -241,12 +238,16 @@ def test_files_that_are_mixed_up_or_broken(made, tmp_path):
     safetensors.torch.save_file({"another": torch.zeros(1)}, other)
     with pytest.raises(CompileError, match=r"lacks of its weights .*model\."):
         backend.load(model.step, replace(decode, paths={**decode.paths, "weights": other}))
-    broken = tmp_path / "decode.pt2"
+    broken, known = tmp_path / "decode.pt2", decode.compiled[0][1]
     broken.write_bytes(decode.paths["package"].read_bytes()[:1000])
     with pytest.raises(CompileError, match="cannot load"):
-        backend.load(model.step, replace(decode, paths={**decode.paths, "package": broken}, compiled=()))
+        backend.load(
+            model.step, replace(decode, paths={**decode.paths, "package": broken}, compiled=((broken, known),))
+        )
     with pytest.raises(CompileError, match="expected 'package' and 'weights'"):
         backend.load(model.step, replace(decode, paths={"model": broken}))
+    with pytest.raises(CompileError, match="and what the package is compiled for"):
+        backend.load(model.step, replace(decode, compiled=()))
 
 
 def test_what_a_package_cannot_have(tiny_llama, tmp_path):
@@ -266,21 +267,6 @@ def test_what_a_package_cannot_have(tiny_llama, tmp_path):
     with pytest.raises(ValueError, match="blobs is False"):
         compile_bundle(tiny_llama, out, blobs=False, **SMALL)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["frozen.toml"]
-
-
-def test_constants_of_one_name_and_different_numbers_are_kept_apart(tmp_path):
-    """What a size leads to, as a table of positions, has the name in every program, and not the numbers."""
-    step = step_for(next(family for family in FAMILIES if family.name == "Bloom").build("6 heads"), StepForm())
-    backend, shapes = open_backend("inductor"), {"a": StepShape(1, 1, 16), "b": StepShape(1, 1, 24)}
-    named = []
-    for files in backend.write(step, shapes, tmp_path, named.append):
-        program, live = backend.load(step, files), open_backend("eager").compile(step, files.shape)
-        cache, one = KVCache(step.cache_spec, 1, files.shape.cache_length), torch.ones(1, 1, dtype=torch.int64)
-        for given in (0, 1):
-            inputs = (one + 4, one * given, one * 0, cache)
-            assert torch.allclose(program(*inputs)[0], live(*inputs)[0], atol=1e-4)
-            cache.write(program(*inputs)[1], one * given)
-    assert named == ["a", "b"]
 
 
 def test_devices_and_options():

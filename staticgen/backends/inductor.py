@@ -106,14 +106,13 @@ class PackagedProgram(Program):
             needed = self._loader.get_constant_fqns()
         except Exception as error:  # of torch's loader, which raises anything
             raise CompileError(f"torch {torch.__version__} cannot load {package!r}: {error}") from error
-        places = {name: name if _own(files.name, name) not in weights else _own(files.name, name) for name in needed}
-        missing = sorted(name for name, place in places.items() if place not in weights)
+        missing = sorted(set(needed) - set(weights))
         if written != str(files.shape) or missing:
             raise CompileError(
                 f"{package!r} is of the step {written}, expected {files.shape}, and lacks of its weights "
                 f"{', '.join(missing[:3]) or 'none'}; its files have been mixed up: make the bundle anew with `staticgen compile`"
             )
-        self._weights = {name: weights[place] for name, place in places.items()}  # the package only points to them
+        self._weights = {name: weights[name] for name in needed}  # the package only points to them
         self._loader.load_constants(self._weights, False, True, True)
         self._new = KVBuffers(step.cache_spec, files.shape.batch, files.shape.tokens)
 
@@ -196,29 +195,33 @@ class InductorBackend(Backend):
             report(name)
             path = folder / "programs" / f"{name}.pt2"
             for key, tensor in _write_package(step, shape, path, self._options).items():
-                place = key if key not in held or _are_same(held[key], tensor) else _own(name, key)
-                held[place] = tensor
+                if not _are_same(held.setdefault(key, tensor), tensor):
+                    raise CompileError(
+                        f"constant {key!r} has other numbers in {path.name!r} than in the programs before, so that they "
+                        "cannot share one file of them; use backend='inductor' without a bundle"
+                    )
             written.append(ProgramFiles(name, shape, {"package": path, "weights": weights}, ((path, made_for),)))
-        safetensors.torch.save_file({place: tensor.clone() for place, tensor in held.items()}, weights)
+        safetensors.torch.save_file(_apart(held), weights)
         return written
 
     def must_compile(self, files: ProgramFiles) -> bool:
         return False
 
     def require_fit(self, files: ProgramFiles) -> None:
-        package, mine = files.paths["package"], self.made_for
-        for path, made_for in files.compiled:
-            if path == package and (differing := _differing(made_for, mine)):
-                raise BackendUnavailableError(
-                    f"{str(package)!r} was compiled for {differing}: make the bundle anew with `staticgen compile` on a "
-                    "machine like this one, with this torch"
-                )
+        known = {path: made_for for path, made_for in files.compiled}
+        if {"package", "weights"} - files.paths.keys() or files.paths["package"] not in known:
+            raise CompileError(
+                f"program {files.name!r} has the files {dict(files.paths)}, expected 'package' and 'weights', and what the "
+                "package is compiled for"
+            )
+        package = files.paths["package"]
+        if differing := _differing(known[package], self.made_for):
+            raise BackendUnavailableError(
+                f"{str(package)!r} was compiled for {differing}: make the bundle anew with `staticgen compile` on a machine "
+                "like this one, with this torch"
+            )
 
     def load(self, step: StepFacts, files: ProgramFiles) -> Program:
-        if {"package", "weights"} - files.paths.keys():
-            raise CompileError(
-                f"program {files.name!r} has the files {dict(files.paths)}, expected 'package' and 'weights'"
-            )
         self.require_fit(files)
         path = files.paths["weights"]
         if path not in self._weights:
@@ -303,9 +306,16 @@ def _without_places(file: Path, folder: Path) -> Path:
     return folder / file.name
 
 
-def _own(program: str, name: str) -> str:
-    """Where a constant is that other programs have with other numbers."""
-    return f"{program}/{name}"
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of which none is in the memory of another one, as their file wants them."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        memory = tensor.untyped_storage()
+        alone = memory.nbytes() == tensor.nbytes and memory.data_ptr() not in seen
+        seen.add(memory.data_ptr())
+        found[name] = tensor if alone else tensor.clone()
+    return found
 
 
 def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
