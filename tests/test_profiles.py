@@ -73,7 +73,7 @@ def test_every_profile_of_the_package_is_valid(name):
 
 def test_there_is_a_profile_of_every_target():
     targets = {
-        "generic-cpu", "cpu-amx", "intel-gpu", "intel-npu", "intel-npu-3720", "intel-npu-4000", "intel-npu-5010",
+        "generic-cpu", "generic-cpu-inductor", "cpu-amx", "intel-gpu", "intel-npu", "intel-npu-3720", "intel-npu-4000", "intel-npu-5010",
         "tpu-v4", "tpu-v5e", "tpu-v5e-4", "tpu-v5e-16", "tpu-v5p", "tpu-v6e", "nvidia", "nvidia-a100", "nvidia-h100", "nvidia-h200", "nvidia-l4",
     }  # fmt: skip
     assert set(profile_names()) == targets

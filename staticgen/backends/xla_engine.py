@@ -6,7 +6,7 @@ is traced and compiled once, and run again by its hash.
 
 from __future__ import annotations
 
-import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -14,25 +14,32 @@ from typing import Any
 
 import torch
 import torch_xla
+import torch_xla.runtime
 from torch_xla.debug import metrics
 
+from staticgen.compile_cache import user_cache
 from staticgen.device_functions import Draft, Tensors
 from staticgen.engines import Buffer, Engine, Executable
 from staticgen.errors import CompileError
 from staticgen.functions import WEIGHT, Function, Lowered, TensorSpec
-
-logger = logging.getLogger("staticgen")
 
 _XLAC: Any = torch_xla._XLAC
 _serial = count()
 
 
 class TorchXlaEngine(Engine):
-    """The device of this process that torch-xla has."""
+    """The device of this process that torch-xla has.
+
+    On a TPU, programs are kept in torch-xla's own cache below staticgen's, unless the process has one already or
+    ``STATICGEN_CACHE`` says off. The CPU cannot read what it has kept.
+    """
 
     def __init__(self) -> None:
+        kept = user_cache()
+        if kept is not None and os.environ.get("PJRT_DEVICE", "").upper() == "TPU" and not _has_cache():
+            torch_xla.runtime.initialize_cache(str(kept.library("torch_xla")))
         self.device = torch_xla.device()
-        self.name = f"{torch_xla.runtime.device_type()}"
+        self.name = str(torch_xla.runtime.device_type())
 
     def upload(self, tensor: torch.Tensor, name: str = "") -> Buffer:
         return tensor.detach().clone().to(self.device)  # a device that is the CPU may read it where it is
@@ -101,6 +108,10 @@ class _Replay(Executable):
         for place, tensor in zip(self._order, given, strict=True):
             outputs[place] = tensor
         return outputs
+
+
+def _has_cache() -> bool:
+    return bool(os.environ.get("XLA_PERSISTENT_CACHE_PATH")) or _XLAC._xla_computation_cache_is_initialized()
 
 
 def lower(engine: TorchXlaEngine, draft: Draft, weights: Mapping[str, Buffer]) -> tuple[Lowered, Tensors]:
