@@ -60,8 +60,8 @@ class Decoder:
             "token_ids": TensorSpec((1, 1), torch.int32),
             "slots": TensorSpec((1,), torch.int32),
             "filled": TensorSpec((1, self.slots), torch.bool),
-            "cache.0": cache,
-            "cache.1": cache,
+            "keys.0": cache,
+            "values.0": cache,
         }
         weights = {f"weights.{name}": TensorSpec(shape, self.dtype) for name, shape in self.shapes().items()}
         logits = TensorSpec((1, self.vocabulary), torch.float32)
@@ -85,7 +85,7 @@ class Decoder:
         import jax.numpy as jnp
 
         given = dict(zip(self.function().inputs, inputs, strict=True))
-        slot, keys, values = given["slots"][0], given["cache.0"], given["cache.1"]
+        slot, keys, values = given["slots"][0], given["keys.0"], given["values.0"]
         filled = given["filled"].at[0, slot].set(True)
         x = given["weights.model.model.embed_tokens.weight"][given["token_ids"][:, 0]]
         for layer in range(self.layers):

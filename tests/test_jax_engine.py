@@ -95,9 +95,9 @@ def test_the_memory_of_a_donated_input_is_the_outputs(engine):
     buffers = start(engine, decoder, 5)
     decode(engine, executable, buffers, 1)  # from here on every buffer is one that jax made
     before = dict(buffers)
-    place = before["cache.0"].unsafe_buffer_pointer()
+    place = before["keys.0"].unsafe_buffer_pointer()
     decode(engine, executable, buffers, 1)
-    assert buffers["cache.0"].unsafe_buffer_pointer() == place
+    assert buffers["keys.0"].unsafe_buffer_pointer() == place
     assert before["weights.model.lm_head.weight"] is buffers["weights.model.lm_head.weight"]
     for name in executable.function.aliases.values():
         with pytest.raises(RuntimeError, match="deleted"):
@@ -284,9 +284,11 @@ DIVIDED = [
     ("weights.model.model.embed_tokens.weight", (96, 32), 4, 0),
     ("weights.model.lm_head.weight", (97, 32), 4, None),
     ("weights.w17", (64, 64), 4, None),
-    ("cache.0", (2, 1, 4, 24, 8), 4, 2),
-    ("cache.1", (2, 1, 2, 24, 8), 4, None),
-    ("cache.1", (2, 1, 4, 24, 8), 1, None),
+    ("keys.0", (2, 1, 4, 24, 8), 4, 2),
+    ("values.0", (2, 1, 2, 24, 8), 4, None),
+    ("values.0", (2, 1, 4, 24, 8), 1, None),
+    ("new_keys.0", (2, 1, 4, 3, 8), 4, None),
+    ("exact.0", (2, 1, 4, 24, 8), 4, 2),
     ("token_ids", (4, 4), 4, None),
 ]
 
@@ -341,4 +343,4 @@ def test_four_devices_give_what_one_gives(sizes):
         assert found["parts"][name] == [size // 4 if at == place else size for at, size in enumerate(spec.shape)], name
     assert found["parts"]["weights.model.model.layers.1.mlp.down_proj.weight"] == [32, 16]
     if not sizes:
-        assert found["parts"]["cache.0"] == [2, 1, 1, 24, 8]
+        assert found["parts"]["keys.0"] == [2, 1, 1, 24, 8]
