@@ -64,6 +64,7 @@ class _Replay(Executable):
         # The name is part of what torch-xla tells graphs apart by.
         name = f"staticgen::{function.name}_{next(_serial)}"
         inputs = [engine.zeros(spec) for spec in function.inputs.values()]
+        torch_xla.sync()  # or a number without dimensions that is 0 is a constant of the graph, and no input
         with _donation():
             for place in self._donated:
                 _XLAC._set_buffer_donation(inputs[place], True)
@@ -81,6 +82,8 @@ class _Replay(Executable):
             found, _ = _XLAC._get_tensors_xla_device_data_node(outputs)
             places = {_XLAC._xla_get_tensor_id(tensor): place for place, tensor in enumerate(inputs)}
             self._parameters = [places[number] for number in found]
+            if len(found) != len(inputs):
+                raise CompileError(f"torch-xla takes {len(found)} of {len(inputs)} inputs of function {function.name!r}")
             names, results = list(function.inputs), list(function.outputs)
             taking = {names.index(given): results.index(output) for output, given in function.aliases.items()}
             first = [taking[place] for place in self._parameters if place in taking]
