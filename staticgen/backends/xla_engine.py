@@ -7,6 +7,7 @@ is traced and compiled once, and run again by its hash.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -25,6 +26,8 @@ from staticgen.functions import WEIGHT, Function, Lowered, TensorSpec
 
 _XLAC: Any = torch_xla._XLAC
 _serial = count()
+# torch-xla traces into one graph for the whole process, and bundles are loaded in a thread.
+_LOCK = threading.RLock()
 
 
 class TorchXlaEngine(Engine):
@@ -43,7 +46,8 @@ class TorchXlaEngine(Engine):
         self.name = str(torch_xla.runtime.device_type())
 
     def upload(self, tensor: torch.Tensor, name: str = "") -> Buffer:
-        buffer = tensor.detach().clone().to(self.device)  # a device that is the CPU may read it where it is
+        with _LOCK:
+            buffer = tensor.detach().clone().to(self.device)  # a device that is the CPU may read it where it is
         if name.startswith(WEIGHT):
             self._weights[name] = buffer
         return buffer
@@ -58,7 +62,8 @@ class TorchXlaEngine(Engine):
                 "anew for every call: make the bundle anew with `staticgen compile`, or run it with backend 'jax'"
             )
         self.compiles += 1
-        return _Replay(self, lowered)
+        with _LOCK:
+            return _Replay(self, lowered)
 
     def stand_in(self, name: str, spec: TensorSpec) -> Buffer:
         """A buffer to trace and compile an input with; weights are there already, and large."""
@@ -81,6 +86,7 @@ class _Replay(Executable):
         # The name is part of what torch-xla tells graphs apart by.
         name = f"staticgen::{function.name}_{next(_serial)}"
         inputs = [engine.stand_in(name, spec) for name, spec in function.inputs.items()]
+        torch_xla.sync()  # or a number without dimensions that is 0 is a constant of the graph, and no input
         with _donation():
             for place in self._donated:
                 _XLAC._set_buffer_donation(inputs[place], True)
@@ -98,6 +104,10 @@ class _Replay(Executable):
             found, _ = _XLAC._get_tensors_xla_device_data_node(outputs)
             places = {_XLAC._xla_get_tensor_id(tensor): place for place, tensor in enumerate(inputs)}
             self._parameters = [places[number] for number in found]
+            if len(found) != len(inputs):
+                raise CompileError(
+                    f"torch-xla takes {len(found)} of {len(inputs)} inputs of function {function.name!r}"
+                )
             names, results = list(function.inputs), list(function.outputs)
             taking = {names.index(given): results.index(output) for output, given in function.aliases.items()}
             first = [taking[place] for place in self._parameters if place in taking]
@@ -110,9 +120,9 @@ class _Replay(Executable):
                 raise CompileError(f"{engine.name} refused function {function.name!r}: {error}") from error
 
     def __call__(self, inputs: Sequence[Buffer]) -> list[Buffer]:
-        for place in self._donated:
-            _XLAC._set_buffer_donation(inputs[place], True)
-        with _donation():
+        with _LOCK, _donation():
+            for place in self._donated:
+                _XLAC._set_buffer_donation(inputs[place], True)
             given = _XLAC._run_cached_graph(self._hash, [inputs[place] for place in self._parameters])
         outputs: list[Any] = [None] * len(given)
         for place, tensor in zip(self._order, given, strict=True):
@@ -137,6 +147,11 @@ def lower(engine: TorchXlaEngine, draft: Draft, weights: Mapping[str, Buffer]) -
     Raises:
         CompileError: it does something that torch-xla leaves to the CPU, or cannot write.
     """
+    with _LOCK:
+        return _lower(engine, draft, weights)
+
+
+def _lower(engine: TorchXlaEngine, draft: Draft, weights: Mapping[str, Buffer]) -> tuple[Lowered, Tensors]:
     torch_xla.sync()  # what others have begun is not part of it
     inputs = {name: engine.zeros(spec) for name, spec in draft.inputs.items()}
     names = {_XLAC._xla_get_tensor_id(tensor): name for name, tensor in inputs.items()}
