@@ -39,6 +39,7 @@ class XlaWriter(Writer):
             )
         self._backend = XlaBackend("cpu")
         self._accounts: dict[str, Any] = {}
+        self._options, self._mesh = job.profile.compile_options, job.profile.chips
 
     def write(self, job: Job, shapes: Mapping[str, StepShape], folder: Path) -> list[ProgramFiles]:
         step, backend = job.step, self._backend
@@ -70,7 +71,10 @@ class XlaWriter(Writer):
         return written
 
     def describe(self) -> Mapping[str, Mapping[str, Any]]:
-        return {"target": {"compiled": self._accounts}} if self._accounts else {}
+        entries: dict[str, Any] = {"compiled": self._accounts} if self._accounts else {}
+        if self._mesh > 1:
+            entries["compile_options"] = {**self._options, "mesh": str(self._mesh)}
+        return {"target": entries}
 
     def session_arguments(self, model: CompiledModel) -> dict[str, Any]:
         return {"device": "cpu", "backend_options": {"mesh": "1"}}

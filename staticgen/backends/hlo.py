@@ -14,7 +14,7 @@ import torch
 
 from staticgen.backends.base import Backend, Program, ProgramFiles
 from staticgen.cache import KVBuffers, KVCache, KVMemory
-from staticgen.device_functions import Draft, Drafts, RunStep
+from staticgen.device_functions import Draft, Drafts, RunStep, move_name
 from staticgen.device_memory import DeviceLoopState, DeviceMemory, Functions, Held, NewBuffers, call
 from staticgen.engines import Engine, Executable
 from staticgen.errors import CompileError
@@ -88,7 +88,9 @@ class HloBackend(Backend):
         self.engine = engine
         self.weights: Held = {}
         self._code: dict[tuple[StepShape, str], Future[Executable]] = {}
+        self._ended: dict[StepShape, CompileError | None] = {}  # sizes that no one makes functions for any more
         self._lock = threading.Lock()  # programs of bundles are read in a thread
+        self._rotations: dict[StepShape, Sequence[Rotation | None]] = {}
         self._sizes: dict[int, list[tuple[int, int]]] = {}
         self._memory: dict[tuple[int, int], DeviceMemory] = {}
         self._states: dict[int, DeviceLoopState] = {}
@@ -99,13 +101,26 @@ class HloBackend(Backend):
         """The function of this name at one size; waits while it is being read.
 
         Raises:
-            CompileError: it cannot be read.
+            CompileError: it cannot be read, or there is none.
         """
-        return self._future(shape, name).result()
+        future = self._future(shape, name)
+        with self._lock:
+            if shape in self._ended and not future.done():
+                raise self._ended[shape] or _absent(shape, name)
+        return future.result()
 
     def _future(self, shape: StepShape, name: str) -> Future[Executable]:
         with self._lock:
             return self._code.setdefault((shape, name), Future())
+
+    def _end(self, shape: StepShape, failure: CompileError | None = None) -> None:
+        """No more functions come for a size: whoever waits for one is told."""
+        with self._lock:
+            self._ended[shape] = failure
+            waiting = {name: future for (size, name), future in self._code.items() if size == shape}
+        for name, future in waiting.items():
+            if not future.done():
+                future.set_exception(failure or _absent(shape, name))
 
     def reserve(self, step: StepFacts, batch: int, sizes: Sequence[tuple[int, int]]) -> None:
         known = self._sizes.setdefault(batch, [])
@@ -128,8 +143,13 @@ class HloBackend(Backend):
     def compile(self, step: Step, shape: StepShape) -> Program:
         if self._run_step is None:
             self._run_step = self._runner(step)
-        for draft in drafts_of(step, shape, self._sizes[shape.batch], self._run_step):
-            self._add(shape, draft)
+        self._ended[shape] = None
+        # Sizes that were there first may need more functions beside this one.
+        for size in [size for size in self._ended if size.batch == shape.batch]:
+            for draft in drafts_of(step, size, self._sizes[size.batch], self._run_step):
+                self._add(size, draft)
+        if shape in self._rotations:
+            self._prepare_turns(step, shape, self._rotations[shape])
         return HloProgram(self, step, shape)
 
     def _add(self, shape: StepShape, draft: Draft) -> None:
@@ -138,7 +158,8 @@ class HloBackend(Backend):
             future.set_result(self._make(draft))
 
     def _prepare_turns(self, step: StepFacts, shape: StepShape, rotations: Sequence[Rotation | None]) -> None:
-        if self._run_step is not None:  # a bundle has what it has
+        self._rotations[shape] = rotations
+        if shape in self._ended and self._run_step is not None:  # a bundle has what it has
             for draft in turns_of(step, shape, rotations):
                 self._add(shape, draft)
 
@@ -155,16 +176,9 @@ class HloBackend(Backend):
         """
 
     def load(self, step: StepFacts, files: ProgramFiles) -> Program:
-        names: list[str] = []
         try:
             self._read_weights(files.paths[WEIGHTS])
-            table = json.loads(files.paths[FUNCTIONS].read_bytes())
-            functions = {name: Function.from_dict(entry) for name, entry in table.items()}
-            names = list(functions)
-            for name, function in functions.items():
-                missing = [weight for weight in function.weights if WEIGHT + weight not in self.weights]
-                if missing:
-                    raise ValueError(f"function {name!r} needs the weight {missing[0]!r}, which there is not")
+            for name, function in self._read_functions(step, files).items():
                 hlo = files.paths.get(name + HLO)
                 lowered = Lowered(function, files.paths[name].read_bytes(), b"" if hlo is None else hlo.read_bytes())
                 self._future(files.shape, name).set_result(self.engine.load(lowered))
@@ -175,12 +189,36 @@ class HloBackend(Backend):
                     f"program {files.name!r} cannot be read ({type(error).__name__}: {error}); make the bundle anew with "
                     "`staticgen compile`"
                 )
-            for name in names:  # whoever waits for one of them
-                future = self._future(files.shape, name)
-                if not future.done():
-                    future.set_exception(failure)
+            self._end(files.shape, failure)
             raise failure from error
+        self._end(files.shape)
         return HloProgram(self, step, files.shape)
+
+    def _read_functions(self, step: StepFacts, files: ProgramFiles) -> dict[str, Function]:
+        """A program's functions by name, which are those that its step needs at its size, and take what it gives them."""
+        table = json.loads(files.paths[FUNCTIONS].read_bytes())
+        functions = {name: Function.from_dict(entry) for name, entry in table.items()}
+        needed = {draft.name: draft for draft in drafts_of(step, files.shape, self._sizes[files.shape.batch])}
+        known = {**needed, **{draft.name: draft for draft in turns_of(step, files.shape, ())}}
+        for name in functions:  # tokens may come from caches that the layout in use does not have
+            length = name.removeprefix(move_name(0)[:-1])
+            if name not in known and length.isdecimal() and files.shape.tokens == 1:
+                known[name] = Drafts(step, files.shape).move(int(length))
+        for name in needed:
+            if name not in functions:
+                raise ValueError(f"it has no function {name!r}")
+        for name, function in functions.items():
+            if name not in known:
+                raise ValueError(f"its function {name!r} is none that is known")
+            for key, spec in function.inputs.items():
+                if key.startswith(WEIGHT):
+                    if key not in self.weights:
+                        raise ValueError(f"its function {name!r} needs the weight {key!r}, which there is not")
+                elif known[name].inputs.get(key) != spec:
+                    raise ValueError(
+                        f"its function {name!r} takes {key!r} as {spec}, expected {known[name].inputs.get(key)}"
+                    )
+        return functions
 
     def _read_weights(self, path: Path) -> None:
         import safetensors  # noqa: PLC0415 - for bundles only
@@ -193,8 +231,12 @@ class HloBackend(Backend):
         self._read.add(path)
 
 
+def _absent(shape: StepShape, name: str) -> CompileError:
+    return CompileError(f"the program {shape} has no function {name!r}; make the bundle anew with `staticgen compile`")
+
+
 def drafts_of(
-    facts: StepFacts, shape: StepShape, sizes: Iterable[tuple[int, int]], run_step: RunStep
+    facts: StepFacts, shape: StepShape, sizes: Iterable[tuple[int, int]], run_step: RunStep | None = None
 ) -> Iterator[Draft]:
     """The functions that a session of programs of these sizes, (tokens, cache length) each, needs at one of them."""
     drafts = Drafts(facts, shape, run_step)

@@ -22,14 +22,17 @@ class JaxBackend(HloBackend):
     """``device`` is ``cpu``, ``tpu`` or ``gpu``, one of several as ``tpu:1``; None for the one that jax prefers.
 
     ``options``: ``{"mesh": "4"}`` divides every program over so many devices; the others go to the device's compiler by
-    XLA's names.
+    XLA's names, those of TPUs to TPUs only.
     """
 
     name = "jax"
 
     def __init__(self, device: str | None = None, options: Mapping[str, str] | None = None):
         given = dict(options or {})
-        engine = JaxEngine(device, mesh=read_mesh(given.pop(MESH, "1")), options=given)
+        mesh = read_mesh(given.pop(MESH, "1"))
+        engine = JaxEngine(device, mesh=mesh, options=given)
+        if engine.devices[0].platform != "tpu":  # a bundle for TPUs has them
+            engine.options = {name: value for name, value in given.items() if not name.startswith("xla_tpu_")}
         super().__init__(engine.name, None, engine)
         self.emulated = engine.devices[0].platform == "cpu"
 

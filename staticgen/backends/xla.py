@@ -16,16 +16,21 @@ from staticgen.device_functions import Draft, RunStep, Tensors
 from staticgen.engines import Engine, Executable, NullEngine
 from staticgen.errors import BackendUnavailableError, UnknownNameError
 from staticgen.functions import WEIGHT, Lowered
+from staticgen.profiles import load_profile
 
 if TYPE_CHECKING:
     from staticgen.step import Step
 
 _DEVICES = ("tpu", "cpu", "null")
+_FLAGS = "xla_tpu_"
+_PROFILE = "tpu-v5e"  # all TPUs have these sizes
 Place = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]  # of a tensor in memory
 
 
 class XlaBackend(HloBackend):
-    """``device`` is ``tpu`` or ``cpu``, or ``null`` for tests; there are no options.
+    """``device`` is ``tpu`` or ``cpu``, or ``null`` for tests; ``options`` are flags of the TPU's compiler, ``xla_tpu_...``.
+
+    The flags go to libtpu with ``LIBTPU_INIT_ARGS``, which it reads when a process first uses it.
 
     torch-xla has one kind of device in a process. It is the one asked for first; the environment variable
     ``PJRT_DEVICE``, where it is set, must name the same.
@@ -35,16 +40,36 @@ class XlaBackend(HloBackend):
 
     def __init__(self, device: str | None = None, options: Mapping[str, str] | None = None):
         chosen = (device or os.environ.get("PJRT_DEVICE") or "tpu").lower()
-        if dict(options or {}) not in ({}, {"mesh": "1"}):
+        unknown = {
+            name: value
+            for name, value in (options or {}).items()
+            if not name.startswith(_FLAGS) and (name, value) != ("mesh", "1")
+        }
+        if "mesh" in unknown:
             raise ValueError(
-                f"backend_options is {dict(options or {})!r}, but backend 'xla' has none and runs on one chip; a bundle for "
-                "several is for backend='jax'"
+                f"backend_options has mesh={unknown['mesh']!r}, but backend 'xla' runs on one chip; a bundle for several is "
+                "for backend='jax'"
             )
+        if unknown:
+            raise ValueError(
+                f"backend_options has the unknown option {next(iter(unknown))!r} for backend 'xla'; expected flags of the TPU's "
+                f"compiler, {_FLAGS}..."
+            )
+        if chosen == "tpu":
+            flags = " ".join(f"--{name}={value}" for name, value in (options or {}).items() if name != "mesh")
+            os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
         if chosen not in _DEVICES:
             raise UnknownNameError(f"backend 'xla' has the devices tpu, cpu and null (for tests), got {chosen!r}")
         engine: Engine = NullEngine() if chosen == "null" else _open_engine(chosen)
         super().__init__(chosen, None, engine)
         self.emulated = chosen != "tpu"
+        if not self.emulated:
+            profile = load_profile(_PROFILE)
+            self.form, self.prefill_buckets, self.cache_sizes = (
+                profile.form,
+                profile.prefill_buckets,
+                profile.cache_sizes,
+            )
 
     @property
     def made_for(self) -> dict[str, Any]:
