@@ -83,7 +83,9 @@ class _Replay(Executable):
             places = {_XLAC._xla_get_tensor_id(tensor): place for place, tensor in enumerate(inputs)}
             self._parameters = [places[number] for number in found]
             if len(found) != len(inputs):
-                raise CompileError(f"torch-xla takes {len(found)} of {len(inputs)} inputs of function {function.name!r}")
+                raise CompileError(
+                    f"torch-xla takes {len(found)} of {len(inputs)} inputs of function {function.name!r}"
+                )
             names, results = list(function.inputs), list(function.outputs)
             taking = {names.index(given): results.index(output) for output, given in function.aliases.items()}
             first = [taking[place] for place in self._parameters if place in taking]
@@ -136,6 +138,8 @@ def lower(engine: TorchXlaEngine, draft: Draft, weights: Mapping[str, Buffer]) -
             numbers, tensors = _XLAC._get_tensors_xla_device_data_node(results)
             stablehlo = _XLAC._get_stablehlo(results, str(engine.device), [], True)
             hlo = _XLAC._get_xla_tensors_hlo_proto(results)
+        except CompileError:
+            raise
         except RuntimeError as error:
             raise CompileError(f"torch-xla cannot lower function {draft.name!r}: {error}") from error
     constants: Tensors = {}
