@@ -17,11 +17,11 @@ from unittest import mock
 import torch
 from rich.console import Console
 from rich.table import Table
+from staticgen.compile import account_all
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from staticgen.backends.xla import XlaBackend
 from staticgen.cache import KVBuffers
-from staticgen.compile import account_all
 from staticgen.device_functions import Drafts
 from staticgen.shapes import StepForm, StepShape
 from staticgen.step import Step
@@ -95,14 +95,27 @@ def main() -> int:
             with mock.patch.object(KVBuffers, "put_token_", put or KVBuffers.put_token_):
                 programs[f"{way}; {length}"] = backend.lower(draft)[0]
     accounts = account_all(programs, options.profile)
-    table = Table(title=f"One greedy step of {options.batch} rows, {options.layers} layers, bfloat16, {options.profile}")
-    for title in ("", "cache", "bytes accessed / (weights + cache)", "temporary / weights", "cache in place", "MB in all"):
+    table = Table(
+        title=f"One greedy step of {options.batch} rows, {options.layers} layers, bfloat16, {options.profile}"
+    )
+    for title in (
+        "",
+        "cache",
+        "bytes accessed / (weights + cache)",
+        "temporary / weights",
+        "cache in place",
+        "MB in all",
+    ):
         table.add_column(title, justify="left" if title == "" else "right")
     for name, found in accounts.items():
         way, _, length = name.partition("; ")
-        ratio = "refused" if found.bytes_accessed is None else f"{found.bytes_accessed / (found.weights + found.cache):.2f}"
+        ratio = (
+            "refused" if found.bytes_accessed is None else f"{found.bytes_accessed / (found.weights + found.cache):.2f}"
+        )
         in_place = "yes" if found.aliased >= found.cache else "no"
-        table.add_row(way, length, ratio, f"{found.temporary / found.weights:.1%}", in_place, f"{found.memory / 1e6:.0f}")
+        table.add_row(
+            way, length, ratio, f"{found.temporary / found.weights:.1%}", in_place, f"{found.memory / 1e6:.0f}"
+        )
     Console(width=120).print(table)
     print(f"compiler: {next(iter(accounts.values())).compiler}")
     return 0

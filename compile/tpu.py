@@ -29,9 +29,9 @@ _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# The compiler prefetches operands into the chip's vector memory. Its count has such an operand up to six times: the
-# whole of it for each slice that is fetched, what arrives, and what is read there. Without memory space assignment every
-# operand is read where it lies, and what is counted are bytes of the chip's main memory.
+# The compiler prefetches operands into the chip's vector memory, and counts one that is fetched in four slices five times:
+# the whole of it for each slice, and what is read there; one that is copied at once three times. Without memory space
+# assignment every operand is read where it lies, and what is counted are bytes of the chip's main memory.
 _READING_OPTIONS = {"xla_msa_enable": "false"}
 
 
@@ -54,9 +54,9 @@ class TPUAccount:
         cache: bytes of the caches among the inputs, without padding.
         bytes_accessed: bytes that a call reads and writes in main memory if nothing is prefetched, counted per
             operation: the program is compiled once more for this, without memory space assignment. Prefetching changes
-            when these bytes are read, not how many they are. None where the compiler refuses the
-            program in that form only.
-        flops: operations of a call.
+            when these bytes are read, not how many they are. None where the compiler refuses that form alone.
+        flops: operations of a call as the compiler counts them. A product with one row is done by its vector units in
+            float32, and the conversions are counted too.
     """
 
     target: str
@@ -105,8 +105,16 @@ def account(lowered: Lowered, target: str | Path | Profile) -> TPUAccount:
     return account_all({"": lowered}, target)[""]
 
 
-def account_all(programs: Mapping[str, Lowered], target: str | Path | Profile) -> dict[str, TPUAccount]:
+def account_all(
+    programs: Mapping[str, Lowered], target: str | Path | Profile, executables: Mapping[str, Path] | None = None
+) -> dict[str, TPUAccount]:
     """:func:`account` of several programs, by their names, in one process.
+
+    Args:
+        programs: by names that errors have.
+        target: a profile with an entry ``tpu``, or its name.
+        executables: by the same names, files to write what was compiled into, for
+            :meth:`staticgen.jax_engine.JaxEngine.load_compiled` on the chips. No such file has been on a TPU yet.
 
     Raises:
         the same; a :class:`CompileError` names the first program that the compiler refuses.
@@ -117,10 +125,17 @@ def account_all(programs: Mapping[str, Lowered], target: str | Path | Profile) -
     compiler = _compiler()
     with tempfile.TemporaryDirectory(prefix="staticgen-tpu-") as folder:
         entries = []
-        for place, lowered in enumerate(programs.values()):
+        for place, (name, lowered) in enumerate(programs.items()):
             path = Path(folder, f"{place}.stablehlo")
             path.write_bytes(lowered.stablehlo)
-            entries.append({"function": lowered.function.to_dict(), "stablehlo": str(path)})
+            kept = (executables or {}).get(name)
+            entries.append(
+                {
+                    "function": lowered.function.to_dict(),
+                    "stablehlo": str(path),
+                    "executable": None if kept is None else str(kept.absolute()),
+                }
+            )
         request = {
             **asdict(profile.tpu),
             "options": profile.compile_options,

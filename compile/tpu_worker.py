@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from staticgen.functions import Function, Lowered
-from staticgen.jax_programs import lower_program
+from staticgen.jax_programs import lower_program, serialize
 
 
 def main(request: Path, answers: Path) -> None:
@@ -28,18 +28,22 @@ def main(request: Path, answers: Path) -> None:
     with answers.open("w", encoding="utf-8") as file:
         for program in asked["programs"]:
             function = Function.from_dict(program["function"])
-            lowered = lower_program(Lowered(function, Path(program["stablehlo"]).read_bytes()), devices)
             try:
-                answer = _account(lowered, asked["options"], asked["reading_options"])
-            except Exception as error:  # RuntimeError, and others for options that the compiler does not have
+                lowered = lower_program(Lowered(function, Path(program["stablehlo"]).read_bytes()), devices)
+                answer = _account(lowered, asked["options"], asked["reading_options"], program["executable"])
+            except Exception as error:  # jax and MLIR have several classes, RuntimeError and ValueError among them
                 answer = {"error": str(error)}
             print(json.dumps(answer), file=file, flush=True)
 
 
-def _account(lowered: Any, options: dict[str, str], reading_options: dict[str, str]) -> dict[str, Any]:
+def _account(
+    lowered: Any, options: dict[str, str], reading_options: dict[str, str], executable: str | None
+) -> dict[str, Any]:
     start = time.perf_counter()
     compiled = lowered.compile(compiler_options=options or None)
     seconds = time.perf_counter() - start
+    if executable is not None:
+        Path(executable).write_bytes(serialize(compiled))
     memory = compiled.memory_analysis()
     try:
         cost = lowered.compile(compiler_options={**options, **reading_options}).cost_analysis()

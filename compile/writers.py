@@ -104,6 +104,7 @@ WRITERS: Registry[Writer] = Registry(
     {
         "openvino": "staticgen.compile.openvino_writer:OpenVINOWriter",
         "npu": "staticgen.compile.openvino_writer:OpenVINOWriter",
+        "inductor": "staticgen.compile.inductor_writer:InductorWriter",
         "xla": "staticgen.compile.xla_writer:XlaWriter",
     },
 )

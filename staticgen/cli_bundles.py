@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 cache_app = typer.Typer(no_args_is_help=True, help="What was compiled before, and is kept for the next time.")
 # What a compile goes through, and what part of the whole each stage takes, roughly: measured with SmolLM2 for a CPU.
 STAGES = {
-    "import": 3, "load": 2, "step": 1, "convert": 5, "compress": 2, "programs": 5, "blobs": 100, "reference": 3, "check": 5, "files": 1,
+    "import": 3, "load": 2, "step": 1, "convert": 5, "compress": 2, "programs": 5, "compile": 100, "blobs": 100, "reference": 3, "check": 5, "files": 1,
 }  # fmt: skip
-_NOT_ALWAYS = ("compress", "blobs")
+_NOT_ALWAYS = ("compress", "compile", "blobs")
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -221,8 +221,11 @@ def inspect(
 
 
 def _made_for(made_for: Mapping[str, Any]) -> str:
-    platform = made_for.get("npu_platform")
-    return str(made_for.get("full_device_name", "another device")) if platform is None else f"NPU {platform}"
+    if "npu_platform" in made_for:
+        return f"NPU {made_for['npu_platform']}"
+    if "torch" in made_for:
+        return f"{made_for.get('machine')} with {made_for.get('cpu')}, torch {made_for['torch']}"
+    return str(made_for.get("full_device_name", "another device"))
 
 
 @cache_app.command("list")

@@ -15,7 +15,9 @@ from staticgen.terminal import errors
 def devices(
     backend: Annotated[
         str | None,
-        typer.Argument(help="One of npu, gpu, openvino, cuda, xla, intel_npu, inductor and eager; all without it."),
+        typer.Argument(
+            help="One of npu, gpu, openvino, cuda, xla, jax, intel_npu, inductor and eager; all without it."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -35,7 +35,7 @@ DEFAULT_LIMIT = 20 * 10**9
 NONE_YET = "there is none yet"
 KINDS = ("checkpoint", "model", "program")
 # Folders in which libraries keep what they have compiled themselves, each an entry whose kind is its name.
-LIBRARIES = ("jax",)
+LIBRARIES = ("jax", "torch_xla")
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,7 @@ def _cuda(machine: Machine) -> Target:
 def _xla(machine: Machine) -> Target:
     xla, torch = machine.versions.get("torch_xla", ""), machine.versions.get("torch", "")
     series = ".".join(xla.split(".")[:2]) or "2.9"
-    install = f"in an environment of its own: `pip install torch=={series}.* torch_xla=={series}.*`"
+    install = "in an environment of its own: `pip install 'staticgen[xla]'`"
     package = Finding("torch_xla", "ok", xla)
     if not xla:
         package = Finding("torch_xla", "missing", "not installed", install)
@@ -241,8 +241,23 @@ def _xla(machine: Machine) -> Target:
     return _target("xla", findings)
 
 
+def _jax(machine: Machine) -> Target:
+    """Backend ``jax``, which runs bundles that were compiled for XLA."""
+    found, chips = machine.versions.get("jax", ""), machine.pci(_GOOGLE)
+    library = machine.versions.get("libtpu", "")
+    findings = [
+        *_packages(machine),
+        Finding("jax", "ok", found)
+        if found
+        else Finding("jax", "missing", "not installed", "`pip install 'staticgen[jax]'`"),
+        Finding("libtpu", "note", library or "not installed; a TPU needs it: `pip install 'jax[tpu]'`"),
+        Finding("TPU", "note", f"{len(chips)} PCI devices of Google's" if chips else "none among the PCI devices"),
+    ]
+    return _target("jax", findings)
+
+
 _CHECKS: dict[str, Callable[[Machine], Target]] = {
-    "npu": _npu, "gpu": _gpu, "openvino": _openvino, "cuda": _cuda, "xla": _xla, "intel_npu": _intel_npu, "inductor": _inductor,
+    "npu": _npu, "gpu": _gpu, "openvino": _openvino, "cuda": _cuda, "xla": _xla, "jax": _jax, "intel_npu": _intel_npu, "inductor": _inductor,
     "eager": _eager,
 }  # fmt: skip
 

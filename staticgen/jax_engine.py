@@ -16,7 +16,7 @@ from staticgen.compile_cache import user_cache
 from staticgen.engines import Buffer, Engine, Executable
 from staticgen.errors import BackendUnavailableError, CompileError
 from staticgen.functions import Function, Lowered
-from staticgen.jax_programs import dtype_name, import_jax, lower_program, sharding
+from staticgen.jax_programs import deserialize, dtype_name, import_jax, lower_program, sharding
 
 _DEVICE = re.compile(r"([a-z]+)(?::(\d+))?")
 _CACHE_SETTING = "jax_compilation_cache_dir"
@@ -88,6 +88,22 @@ class JaxEngine(Engine):
             ) from error
         self.compiles += 1
         return _JaxExecutable(lowered.function, compiled)
+
+    def load_compiled(self, function: Function, serialized: bytes) -> Executable:
+        """A program that was compiled elsewhere; see :func:`staticgen.jax_programs.deserialize`, which runs its maker's code.
+
+        Raises:
+            CompileError: it is for another device, or from other versions of jax or its compiler.
+        """
+        try:
+            compiled = deserialize(serialized, function, self.devices)
+        except Exception as error:  # jax and pickle have many classes
+            raise CompileError(
+                f"function {function.name!r} was compiled for something else than {self.name}, or by other versions: "
+                f"{error}; compile it here"
+            ) from error
+        self.compiles += 1
+        return _JaxExecutable(function, compiled)
 
 
 class _JaxExecutable(Executable):

@@ -140,3 +140,24 @@ def lower_program(lowered: Lowered, devices: Sequence[Any]) -> Any:
     into, out = shardings(function, devices)
     call = jax.jit(exported.call, donate_argnums=function.donated, in_shardings=into, out_shardings=out)
     return call.trace(*given).lower(lowering_platforms=(platform,))
+
+
+def serialize(compiled: Any) -> bytes:
+    """What jax's ``Compiled`` of :func:`lower_program` is as bytes, to be run elsewhere without its compiler."""
+    return importlib.import_module("jax.experimental.serialize_executable").serialize(compiled)[0]
+
+
+def deserialize(serialized: bytes, function: Function, devices: Sequence[Any]) -> Any:
+    """The ``Compiled`` of which :func:`serialize` made these bytes, on devices of the kind that it is for.
+
+    They hold a pickle: reading them runs what their maker wants. Take them from nobody whom you would not let run code.
+
+    Raises:
+        Exception: of jax's classes, where they are for other devices, or from other versions.
+    """
+    jax, its = import_jax(), importlib.import_module("jax.experimental.serialize_executable")
+    given = jax.tree_util.tree_structure((tuple(function.inputs), {}))
+    results = jax.tree_util.tree_structure(tuple(function.outputs))
+    return its.deserialize_and_load(
+        serialized, given, results, backend=devices[0].client, execution_devices=list(devices)
+    )

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "transformers", "openvino", "torch_xla", "intel-npu-acceleration-library")
+PACKAGES = ("torch", "transformers", "openvino", "torch_xla", "jax", "libtpu", "intel-npu-acceleration-library")
 _LIBRARY_FOLDERS = (
     "usr/lib/x86_64-linux-gnu", "usr/lib64", "usr/lib", "usr/local/lib", "usr/local/lib/x86_64-linux-gnu",
     "usr/lib/x86_64-linux-gnu/intel-opencl", "usr/lib/intel-opencl", "usr/lib64/intel-opencl",

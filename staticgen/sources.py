@@ -275,7 +275,13 @@ def _timed(stats: SessionStats, compile_one: Callable[[], Any]) -> Any:
 def read_in_background(
     backend: Backend, step: StepFacts, programs: Sequence[ProgramFiles], stats: SessionStats
 ) -> dict[StepShape, Future[Program]]:
-    """Read programs from files, one after the other in a thread, in their order: the first is wanted first."""
+    """Read programs from files, one after the other in a thread, in their order: the first is wanted first.
+
+    Raises:
+        BackendUnavailableError: they are made for what is not here.
+    """
+    for files in programs:
+        backend.require_fit(files)
     stats.loads += len(programs)
     stats.compiles += sum(map(backend.must_compile, programs))
 

@@ -47,6 +47,9 @@ def test_a_profile_is_shown_with_its_sources(capfd, name):
         assert f"{key}={value}" in words
     for key in {"memory", "bandwidth"} - set(profile.figures()):
         assert f"{key} differs between machines" in words
+    if profile.tpu is not None:
+        assert f"tpu topology {profile.tpu.topology}" in words
+        assert (f"{profile.chips} chips share a program" in words) == (profile.chips > 1)
 
 
 def test_profiles_as_json(capfd):

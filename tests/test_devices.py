@@ -247,10 +247,18 @@ def test_torch_xla_and_torch_must_match():
     machine = Machine(python="3.12", versions={"torch": "2.13.0", "torch_xla": "2.9.0", "transformers": "5.24"})
     said = finding(machine, "xla", "torch_xla")
     assert said.found == "2.9.0 needs torch 2.9, got 2.13.0"
-    assert "`pip install torch==2.9.* torch_xla==2.9.*`" in said.fix
+    assert "`pip install 'staticgen[xla]'`" in said.fix
     machine = replace(machine, versions={**machine.versions, "torch": "2.9.1+cpu"}, environment={"PJRT_DEVICE": "TPU"})
     assert finding(machine, "xla", "torch_xla").status == "ok"
     assert finding(machine, "xla", "PJRT device").found == "TPU"
+
+
+def test_jax_needs_libtpu_for_a_tpu_only():
+    machine = Machine(python="3.12", versions={"torch": "2.13.0", "transformers": "5.24"})
+    assert "`pip install 'staticgen[jax]'`" in finding(machine, "jax", "jax").fix
+    machine = replace(machine, versions={**machine.versions, "jax": "0.10.2"})
+    assert finding(machine, "jax", "jax").status == "ok"
+    assert "pip install 'jax[tpu]'" in finding(machine, "jax", "libtpu").found
 
 
 def test_cuda_says_what_is_in_the_way(tmp_path):
@@ -348,7 +356,10 @@ def test_the_command(capsys):
     assert not out.startswith("npu")
     code, out, err = run(capsys, "toaster")
     assert (code, out) == (1, "")
-    assert "unknown target 'toaster': expected one of npu, gpu, openvino, cuda, xla, intel_npu, inductor, eager" in err
+    assert (
+        "unknown target 'toaster': expected one of npu, gpu, openvino, cuda, xla, jax, intel_npu, inductor, eager"
+        in err
+    )
     with pytest.raises(UnknownNameError):
         find_devices("toaster")
 

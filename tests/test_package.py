@@ -18,7 +18,7 @@ ORDER = [
     "decoding", "constraints", "sampling", "calls", "profiles", "identity", "facts", "attention", "legacy", "step", "fed", "backends.base", "bundle", "compile_cache", "functions", "device_functions", "engines", "device_memory", "jax_programs", "jax_engine", "compiled", "models", "backends",
     "backends.eager", "backends.inductor", "backends.cuda", "backends.hlo", "backends.xla_engine", "backends.xla", "backends.jax", "backends.intel_npu", "backends.ir_rewrites", "backends.ir", "backends.openvino", "backends.npu", "limits", "sources", "programs", "contexts", "loops", "prefixes",
     "request", "beams", "many", "progress", "holding", "session", "certificate", "generation", "custom", "text", "detokenize", "completions", "outline", "buckets", "measuring", "planning", "", "flags", "terminal",
-    "cli_devices", "cli_targets", "compile.compress", "compile.npu", "compile.tpu_worker", "compile.tpu", "compile.writers", "compile.openvino_writer", "compile.xla_writer", "compile.bundles", "compile", "inspection", "cli_bundles", "cli",
+    "cli_devices", "cli_targets", "compile.compress", "compile.npu", "compile.tpu_worker", "compile.tpu", "compile.writers", "compile.openvino_writer", "compile.inductor_writer", "compile.xla_writer", "compile.bundles", "compile", "inspection", "cli_bundles", "cli",
 ]  # fmt: skip
 
 

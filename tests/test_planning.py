@@ -114,6 +114,17 @@ def test_a_step_takes_as_long_as_the_slower_of_reading_and_computing(configs):
     assert bounds == {"memory", "compute"}
 
 
+def test_chips_that_share_a_program_share_the_work(configs):
+    one = plan(configs / "llama", target(), max_length=40)
+    four = plan(configs / "llama", target(tpu={"topology": "v5e:2x2", "mesh": 4}), max_length=40)
+    assert (four.total_bytes, four.memory) == (one.total_bytes, 4 * one.memory)
+    for each, alone in zip(four.programs, one.programs, strict=True):
+        assert (each.read_bytes, each.flops) == (alone.read_bytes, alone.flops)
+        assert each.seconds == pytest.approx(alone.seconds / 4)
+    assert any(note.startswith("4 chips share memory") for note in four.notes)
+    assert not any("chips" in note for note in one.notes)
+
+
 def test_without_figures_nothing_is_predicted(configs):
     found = plan(configs / "llama", target(memory=None, bandwidth=None, peak=None))
     assert {(program.seconds, program.bound) for program in found.programs} == {(None, None)}

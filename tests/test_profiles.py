@@ -7,7 +7,7 @@ import torch
 
 from staticgen import UnknownNameError
 from staticgen.layouts import LAYOUTS
-from staticgen.profiles import load_profile, parse_profile, profile_names
+from staticgen.profiles import Topology, load_profile, parse_profile, profile_names
 
 GOOD = {
     "description": "a test",
@@ -24,8 +24,9 @@ GOOD = {
     "memory": {"value": 16e9, "source": "a book"},
     "bandwidth": {"value": 100_000_000_000, "source": "worked out", "estimate": True},
     "peak": {"float32": {"value": 1e12, "source": "a book"}, "int8": {"value": 8e12, "source": "a book"}},
+    "tpu": {"topology": "v5e:2x2", "mesh": 4},
 }
-OPTIONAL = {"limits", "memory", "bandwidth", "peak"}
+OPTIONAL = {"limits", "memory", "bandwidth", "peak", "tpu"}
 FILE = """
 description = "mine"
 backend = "xla"
@@ -72,7 +73,7 @@ def test_every_profile_of_the_package_is_valid(name):
 
 def test_there_is_a_profile_of_every_target():
     targets = {
-        "generic-cpu", "cpu-amx", "intel-gpu", "intel-npu", "intel-npu-3720", "intel-npu-4000", "intel-npu-5010",
+        "generic-cpu", "generic-cpu-inductor", "cpu-amx", "intel-gpu", "intel-npu", "intel-npu-3720", "intel-npu-4000", "intel-npu-5010",
         "tpu-v4", "tpu-v5e", "tpu-v5e-4", "tpu-v5e-16", "tpu-v5p", "tpu-v6e", "nvidia", "nvidia-a100", "nvidia-h100", "nvidia-h200", "nvidia-l4",
     }  # fmt: skip
     assert set(profile_names()) == targets
@@ -86,6 +87,30 @@ def test_each_npu_is_the_general_one_with_its_platform(platform):
     assert one.bandwidth is not None and one.bandwidth.estimate
 
 
+@pytest.mark.parametrize(("name", "chips"), [("tpu-v5e-4", 4), ("tpu-v5e-16", 16)])
+def test_several_chips_are_one_several_times(name, chips):
+    one, several = load_profile("tpu-v5e"), load_profile(name)
+    assert (several.chips, several.tpu.chips, one.chips) == (chips, chips, 1)
+    assert several.form == one.form and several.compile_options == one.compile_options
+    for key, figure in one.figures().items():
+        assert several.figures()[key].value == figure.value, f"{key} is not that of one chip"
+
+
+def test_every_tpu_has_a_topology_of_its_generation():
+    for name in profile_names():
+        profile = load_profile(name)
+        if profile.device != "TPU":
+            assert profile.tpu is None
+        else:
+            assert profile.tpu.topology.partition(":")[0] == name.split("-")[1]
+
+
+def test_a_topology_without_a_name_is_refused():
+    with pytest.raises(ValueError, match=re.escape("missing entry 'tpu.topology'")):
+        parse_profile("test", changed("tpu.topology", None))
+    assert parse_profile("test", changed("tpu.mesh", None)).chips == 1
+
+
 def test_a_profile_is_read():
     profile = parse_profile("test", GOOD)
     assert (profile.prefill_buckets, profile.cache_sizes) == ((8, 32), (64,))
@@ -94,12 +119,14 @@ def test_a_profile_is_read():
     assert list(profile.figures()) == ["memory", "bandwidth", "peak.float32", "peak.int8"]
     assert profile.memory.value == 16e9 and not profile.memory.estimate
     assert profile.bandwidth.estimate and profile.bandwidth.source == "worked out"
+    assert profile.tpu == Topology("v5e:2x2", 4) and profile.chips == profile.tpu.chips == 4
 
 
 def test_figures_and_limits_may_be_left_out():
     profile = parse_profile("test", {key: value for key, value in GOOD.items() if key not in OPTIONAL})
     assert profile.figures() == {}
     assert (profile.memory, profile.limits.batch_size) == (None, None)
+    assert (profile.tpu, profile.chips) == (None, 1)
     assert parse_profile("test", profile.to_dict()) == profile
 
 
@@ -125,7 +152,7 @@ def test_a_figure_without_a_value_or_a_source_is_refused(key, part):
 
 
 @pytest.mark.parametrize(
-    "key", ["atention", "limits.batch", "memory.unit", "bandwidth.bytes", "peak.float64", "peak.int8.url"]
+    "key", ["atention", "limits.batch", "memory.unit", "bandwidth.bytes", "peak.float64", "peak.int8.url", "tpu.chips"]
 )
 def test_an_unknown_entry_is_named_with_those_there_are(key):
     with pytest.raises(ValueError, match=re.escape(f"unknown entry '{key}'; expected ")):
@@ -175,6 +202,14 @@ def test_an_unknown_entry_is_named_with_those_there_are(key):
         ("peak", [], "a table"),
         ("peak.float32", 1e12, "a table"),
         ("peak.float32.value", -1, "a number above 0"),
+        ("tpu", "v5e:2x2", "a table"),
+        ("tpu.topology", "v5e", "a generation and how its chips are arranged, as 'v5e:2x2'"),
+        ("tpu.topology", "v5e:0x2", "a generation and how"),
+        ("tpu.topology", 4, "a generation and how"),
+        ("tpu.mesh", 0, "a whole number from 1 on"),
+        ("tpu.mesh", True, "a whole number from 1 on"),
+        ("tpu.mesh", 5, "4 at most, the chips of topology 'v5e:2x2'"),
+        ("tpu.chip_config", "", "a text"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_was_expected(key, value, expected):

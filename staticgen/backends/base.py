@@ -196,6 +196,14 @@ class Backend(ABC):
         """Whether :meth:`load` compiles this program, because nothing in its files is compiled for this device."""
         return True
 
+    def require_fit(self, files: ProgramFiles) -> None:
+        """Refuse, before anything is read, a program that :meth:`load` could only refuse: what it is made for is not here.
+
+        Raises:
+            BackendUnavailableError: the message says what it is made for, and what is here.
+        """
+        return None
+
     def load(self, step: StepFacts, files: ProgramFiles) -> Program:
         """Read a program that was written, and compile it for this device where that must be.
 
@@ -203,3 +211,10 @@ class Backend(ABC):
             CompileError: the files cannot be read or compiled here.
         """
         raise BackendUnavailableError(f"backend {self.name!r} cannot run programs from files")
+
+
+def write_experts_plainly(step: Step) -> None:
+    """Let experts multiply by operations that every compiler has: by default transformers takes a grouped one of its own."""
+    config = step.model.config.get_text_config()
+    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        step.model.set_experts_implementation("batched_mm")

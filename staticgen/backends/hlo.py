@@ -14,7 +14,7 @@ import torch
 
 from staticgen.backends.base import Backend, Program, ProgramFiles
 from staticgen.cache import KVBuffers, KVCache, KVMemory
-from staticgen.device_functions import Draft, Drafts, RunStep
+from staticgen.device_functions import Draft, Drafts, RunStep, move_name
 from staticgen.device_memory import DeviceLoopState, DeviceMemory, Functions, Held, NewBuffers, call
 from staticgen.engines import Engine, Executable
 from staticgen.errors import CompileError
@@ -178,12 +178,7 @@ class HloBackend(Backend):
     def load(self, step: StepFacts, files: ProgramFiles) -> Program:
         try:
             self._read_weights(files.paths[WEIGHTS])
-            table = json.loads(files.paths[FUNCTIONS].read_bytes())
-            functions = {name: Function.from_dict(entry) for name, entry in table.items()}
-            for name, function in functions.items():
-                missing = [weight for weight in function.weights if WEIGHT + weight not in self.weights]
-                if missing:
-                    raise ValueError(f"function {name!r} needs the weight {missing[0]!r}, which there is not")
+            for name, function in self._read_functions(step, files).items():
                 hlo = files.paths.get(name + HLO)
                 lowered = Lowered(function, files.paths[name].read_bytes(), b"" if hlo is None else hlo.read_bytes())
                 self._future(files.shape, name).set_result(self.engine.load(lowered))
@@ -198,6 +193,32 @@ class HloBackend(Backend):
             raise failure from error
         self._end(files.shape)
         return HloProgram(self, step, files.shape)
+
+    def _read_functions(self, step: StepFacts, files: ProgramFiles) -> dict[str, Function]:
+        """A program's functions by name, which are those that its step needs at its size, and take what it gives them."""
+        table = json.loads(files.paths[FUNCTIONS].read_bytes())
+        functions = {name: Function.from_dict(entry) for name, entry in table.items()}
+        needed = {draft.name: draft for draft in drafts_of(step, files.shape, self._sizes[files.shape.batch])}
+        known = {**needed, **{draft.name: draft for draft in turns_of(step, files.shape, ())}}
+        for name in functions:  # tokens may come from caches that the layout in use does not have
+            length = name.removeprefix(move_name(0)[:-1])
+            if name not in known and length.isdecimal() and files.shape.tokens == 1:
+                known[name] = Drafts(step, files.shape).move(int(length))
+        for name in needed:
+            if name not in functions:
+                raise ValueError(f"it has no function {name!r}")
+        for name, function in functions.items():
+            if name not in known:
+                raise ValueError(f"its function {name!r} is none that is known")
+            for key, spec in function.inputs.items():
+                if key.startswith(WEIGHT):
+                    if key not in self.weights:
+                        raise ValueError(f"its function {name!r} needs the weight {key!r}, which there is not")
+                elif known[name].inputs.get(key) != spec:
+                    raise ValueError(
+                        f"its function {name!r} takes {key!r} as {spec}, expected {known[name].inputs.get(key)}"
+                    )
+        return functions
 
     def _read_weights(self, path: Path) -> None:
         import safetensors  # noqa: PLC0415 - for bundles only
@@ -215,7 +236,7 @@ def _absent(shape: StepShape, name: str) -> CompileError:
 
 
 def drafts_of(
-    facts: StepFacts, shape: StepShape, sizes: Iterable[tuple[int, int]], run_step: RunStep
+    facts: StepFacts, shape: StepShape, sizes: Iterable[tuple[int, int]], run_step: RunStep | None = None
 ) -> Iterator[Draft]:
     """The functions that a session of programs of these sizes, (tokens, cache length) each, needs at one of them."""
     drafts = Drafts(facts, shape, run_step)

@@ -20,7 +20,7 @@ from openvino.frontend import FrontEndManager
 from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 from openvino.passes import ConstantFolding, Manager
 
-from staticgen.backends.base import ProgramFiles
+from staticgen.backends.base import ProgramFiles, write_experts_plainly
 from staticgen.backends.ir_rewrites import transpose_heads_late
 from staticgen.errors import CompileError
 from staticgen.fed import FedStep, fed_inputs, find_feeds
@@ -172,10 +172,7 @@ def convert_step(step: Step) -> ov.Model:
     if step not in _converted:
         example = _example_inputs(step, StepShape(batch=2, tokens=3, cache_length=16))
         traced = FedStep(step) if step.form.fed else step
-        config = step.model.config.get_text_config()
-        if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-            # OpenVINO has no operation for the grouped matmul that transformers takes by default.
-            step.model.set_experts_implementation("batched_mm")
+        write_experts_plainly(step)
         kind = step.model.config.model_type
         with torch.no_grad(), warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")  # the tracer warns of every size that it records

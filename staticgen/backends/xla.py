@@ -16,6 +16,7 @@ from staticgen.device_functions import Draft, RunStep, Tensors
 from staticgen.engines import Engine, Executable, NullEngine
 from staticgen.errors import BackendUnavailableError, UnknownNameError
 from staticgen.functions import WEIGHT, Lowered
+from staticgen.profiles import load_profile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _DEVICES = ("tpu", "cpu", "null")
 _FLAGS = "xla_tpu_"
+_PROFILE = "tpu-v5e"  # all TPUs have these sizes
 Place = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]  # of a tensor in memory
 
 
@@ -63,6 +65,13 @@ class XlaBackend(HloBackend):
         engine: Engine = NullEngine() if chosen == "null" else _open_engine(chosen)
         super().__init__(chosen, None, engine)
         self.emulated = chosen != "tpu"
+        if not self.emulated:
+            profile = load_profile(_PROFILE)
+            self.form, self.prefill_buckets, self.cache_sizes = (
+                profile.form,
+                profile.prefill_buckets,
+                profile.cache_sizes,
+            )
 
     @property
     def made_for(self) -> dict[str, Any]:

@@ -6,7 +6,8 @@ is traced and compiled once, and run again by its hash.
 
 from __future__ import annotations
 
-import logging
+import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -14,28 +15,42 @@ from typing import Any
 
 import torch
 import torch_xla
+import torch_xla.runtime
 from torch_xla.debug import metrics
 
+from staticgen.compile_cache import user_cache
 from staticgen.device_functions import Draft, Tensors
 from staticgen.engines import Buffer, Engine, Executable
 from staticgen.errors import CompileError
 from staticgen.functions import WEIGHT, Function, Lowered, TensorSpec
 
-logger = logging.getLogger("staticgen")
-
 _XLAC: Any = torch_xla._XLAC
 _serial = count()
+# torch-xla traces into one graph for the whole process, and bundles are loaded in a thread.
+_LOCK = threading.RLock()
 
 
 class TorchXlaEngine(Engine):
-    """The device of this process that torch-xla has."""
+    """The device of this process that torch-xla has.
+
+    On a TPU, programs are kept in torch-xla's own cache below staticgen's, unless the process has one already or
+    ``STATICGEN_CACHE`` says off. The CPU cannot read what it has kept.
+    """
 
     def __init__(self) -> None:
+        kept = user_cache()
+        if kept is not None and os.environ.get("PJRT_DEVICE", "").upper() == "TPU" and not _has_cache():
+            torch_xla.runtime.initialize_cache(str(kept.library("torch_xla")))
         self.device = torch_xla.device()
-        self.name = f"{torch_xla.runtime.device_type()}"
+        self._weights: dict[str, Buffer] = {}
+        self.name = str(torch_xla.runtime.device_type())
 
     def upload(self, tensor: torch.Tensor, name: str = "") -> Buffer:
-        return tensor.detach().clone().to(self.device)  # a device that is the CPU may read it where it is
+        with _LOCK:
+            buffer = tensor.detach().clone().to(self.device)  # a device that is the CPU may read it where it is
+        if name.startswith(WEIGHT):
+            self._weights[name] = buffer
+        return buffer
 
     def download(self, buffer: Buffer) -> torch.Tensor:
         return buffer.cpu()
@@ -47,7 +62,14 @@ class TorchXlaEngine(Engine):
                 "anew for every call: make the bundle anew with `staticgen compile`, or run it with backend 'jax'"
             )
         self.compiles += 1
-        return _Replay(self, lowered)
+        with _LOCK:
+            return _Replay(self, lowered)
+
+    def stand_in(self, name: str, spec: TensorSpec) -> Buffer:
+        """A buffer to trace and compile an input with; weights are there already, and large."""
+        weight = self._weights.get(name)
+        fits = weight is not None and TensorSpec(tuple(weight.shape), weight.dtype) == spec
+        return weight if fits else self.zeros(spec)
 
     def zeros(self, spec: TensorSpec) -> Buffer:
         """A buffer that nothing else holds."""
@@ -63,7 +85,7 @@ class _Replay(Executable):
         self._donated = function.donated
         # The name is part of what torch-xla tells graphs apart by.
         name = f"staticgen::{function.name}_{next(_serial)}"
-        inputs = [engine.zeros(spec) for spec in function.inputs.values()]
+        inputs = [engine.stand_in(name, spec) for name, spec in function.inputs.items()]
         torch_xla.sync()  # or a number without dimensions that is 0 is a constant of the graph, and no input
         with _donation():
             for place in self._donated:
@@ -98,14 +120,18 @@ class _Replay(Executable):
                 raise CompileError(f"{engine.name} refused function {function.name!r}: {error}") from error
 
     def __call__(self, inputs: Sequence[Buffer]) -> list[Buffer]:
-        for place in self._donated:
-            _XLAC._set_buffer_donation(inputs[place], True)
-        with _donation():
+        with _LOCK, _donation():
+            for place in self._donated:
+                _XLAC._set_buffer_donation(inputs[place], True)
             given = _XLAC._run_cached_graph(self._hash, [inputs[place] for place in self._parameters])
         outputs: list[Any] = [None] * len(given)
         for place, tensor in zip(self._order, given, strict=True):
             outputs[place] = tensor
         return outputs
+
+
+def _has_cache() -> bool:
+    return bool(os.environ.get("XLA_PERSISTENT_CACHE_PATH")) or _XLAC._xla_computation_cache_is_initialized()
 
 
 def lower(engine: TorchXlaEngine, draft: Draft, weights: Mapping[str, Buffer]) -> tuple[Lowered, Tensors]:
@@ -121,6 +147,11 @@ def lower(engine: TorchXlaEngine, draft: Draft, weights: Mapping[str, Buffer]) -
     Raises:
         CompileError: it does something that torch-xla leaves to the CPU, or cannot write.
     """
+    with _LOCK:
+        return _lower(engine, draft, weights)
+
+
+def _lower(engine: TorchXlaEngine, draft: Draft, weights: Mapping[str, Buffer]) -> tuple[Lowered, Tensors]:
     torch_xla.sync()  # what others have begun is not part of it
     inputs = {name: engine.zeros(spec) for name, spec in draft.inputs.items()}
     names = {_XLAC._xla_get_tensor_id(tensor): name for name, tensor in inputs.items()}
