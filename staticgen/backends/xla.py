@@ -19,6 +19,8 @@ from staticgen.functions import WEIGHT, Lowered
 from staticgen.profiles import load_profile
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from staticgen.step import Step
 
 _DEVICES = ("tpu", "cpu", "null")
@@ -85,7 +87,9 @@ class XlaBackend(HloBackend):
         tensors = {name: tensor for tensor, name in names.values()}
         for name, tensor in tensors.items():
             self.weights[WEIGHT + name] = self.engine.upload(tensor, WEIGHT + name)
-        return _moved(step, {place: self.weights[WEIGHT + name] for place, (_, name) in names.items()}), tensors
+        moved = _moved(step, {place: self.weights[WEIGHT + name] for place, (_, name) in names.items()})
+        _ask_for_no_numbers(moved.model)
+        return moved, tensors
 
     def _make(self, draft: Draft) -> Executable:
         if isinstance(self.engine, NullEngine):
@@ -125,6 +129,16 @@ def _moved(step: Step, tensors: Mapping[Place, torch.Tensor]) -> Step:
                 if tensor is not None:
                     table[name] = tensors[_place(tensor)]  # type: ignore[assignment]
     return copied
+
+
+def _ask_for_no_numbers(model: PreTrainedModel) -> None:
+    """Have a model of our own do nothing that depends on a tensor's numbers, which are not there while it is traced."""
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.warn_if_padding_and_no_attention_mask = lambda *tokens: None  # type: ignore[assignment]
+    change = getattr(model, "set_experts_implementation", None)  # not in transformers 5.5
+    if change is not None and model._can_set_experts_implementation():
+        change("batched_mm")  # the other ways ask how many tokens each expert has
 
 
 def _open_engine(device: str) -> Engine:

@@ -169,6 +169,8 @@ def _lower(engine: TorchXlaEngine, draft: Draft, weights: Mapping[str, Buffer]) 
             numbers, tensors = _XLAC._get_tensors_xla_device_data_node(results)
             stablehlo = _XLAC._get_stablehlo(results, str(engine.device), [], True)
             hlo = _XLAC._get_xla_tensors_hlo_proto(results)
+        except CompileError:
+            raise
         except RuntimeError as error:
             raise CompileError(f"torch-xla cannot lower function {draft.name!r}: {error}") from error
     constants: Tensors = {}
