@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 cache_app = typer.Typer(no_args_is_help=True, help="What was compiled before, and is kept for the next time.")
 # What a compile goes through, and what part of the whole each stage takes, roughly: measured with SmolLM2 for a CPU.
 STAGES = {
-    "import": 3, "load": 2, "step": 1, "convert": 5, "compress": 2, "programs": 5, "compile": 100, "blobs": 100, "reference": 3, "check": 5, "files": 1,
+    "import": 3, "load": 2, "step": 1, "convert": 5, "compress": 2, "programs": 5, "compile": 100, "target": 40, "blobs": 100, "reference": 3, "check": 5, "files": 1,
 }  # fmt: skip
-_NOT_ALWAYS = ("compress", "compile", "blobs")
+_NOT_ALWAYS = ("compress", "compile", "target", "blobs")
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
