@@ -190,7 +190,8 @@ def _ask(request: Mapping[str, Any], folder: Path) -> tuple[list[dict[str, Any]]
     try:
         done = subprocess.run(
             command,
-            env={**os.environ, **_ENVIRONMENT},
+            # Flags of the user's are for another compiler: that of the host.
+            env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | _ENVIRONMENT,
             capture_output=True,
             text=True,
             errors="replace",

@@ -120,7 +120,8 @@ class Session:
         """Keep tokens by another layout from now on, or by the same with other parameters.
 
         The overflow policy is the one that the session was made with, if the layout has it, and else the layout's
-        default. Nothing is compiled anew, except that ``"none"`` has programs of its own.
+        default. Nothing is compiled anew, except that ``"none"`` has programs of its own, and on backend xla ``"sink"`` a
+        function that turns keys.
 
         Args:
             name: ``"ring"``, ``"shift"``, ``"sink"``, ``"none"`` or a registered one, in any letter case.

@@ -153,10 +153,12 @@ def test_bfloat16(tmp_path):
     for golden in load_golden(open_compiled(folder).bundle):
         ids = golden.prompt[None]
         with torch.no_grad():
-            exact = model(ids).logits[0, -1]
+            exact = model(ids, attention_mask=torch.ones_like(ids)).logits[0, -1]
             rounded = model.to(torch.bfloat16)(ids).logits[0, -1].float()
             model.float()
-        out = session.generate(ids, max_new_tokens=1, output_logits=True, return_dict_in_generate=True)
+        out = session.generate(
+            ids, torch.ones_like(ids), max_new_tokens=1, output_logits=True, return_dict_in_generate=True
+        )
         assert (out.logits[0][0] - exact).abs().max() <= 2 * (rounded - exact).abs().max() + 1e-3
 
 
