@@ -15,6 +15,8 @@ from staticgen import Session
 
 pytestmark = [needs_xla, pytest.mark.usefixtures("one_thread")]
 
+LAYOUTS = {"sink": {"window_length": 24, "num_sink_tokens": 2}, "none": {}, "shift": {}, "ring": {}}
+
 
 @pytest.fixture(scope="module")
 def session(tiny_llama):
@@ -24,11 +26,12 @@ def session(tiny_llama):
         batch_size=3,
         prefill_buckets=[8],
         cache_sizes=[16],
+        overflow="error",
         backend="xla",
         device="cpu",
     )
-    for layout in ("sink", "none", "ring"):  # each has programs or a function of its own
-        session.set_cache_implementation(layout)
+    for layout, options in LAYOUTS.items():  # some have programs or a function of their own
+        session.set_cache_implementation(layout, **options)
     return session
 
 
@@ -49,8 +52,8 @@ def calls(session):
         {"eos_token_id": [5, 9, 17]},
     ]
     while made < 1000:
-        for layout in ("ring", "shift", "sink", "none"):
-            session.set_cache_implementation(layout)
+        for layout, options in LAYOUTS.items():
+            session.set_cache_implementation(layout, **options)
             for kind in kinds:
                 seed += 1
                 lengths = [1 + seed * 7 % 33] if len(kind) in (6, 1) else [1 + seed * 5 % 21, 1 + seed * 11 % 29, 4]
@@ -91,6 +94,7 @@ def test_nothing_is_traced_or_compiled_after_warm_up(tiny_llama, session):
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_look_every_few_steps_is_all_that_comes_back(session, sampled):
+    session.set_cache_implementation("ring")
     session.generate(random_prompt(20), max_new_tokens=3)
     before = counts()
     session.generate([random_prompt(20, 1), random_prompt(18, 1)], max_new_tokens=42, do_sample=sampled, seed=1)
