@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from staticgen.backends.base import ProgramFiles
 from staticgen.bundle import Bundle, library_versions, new_folder, read_bundle, write_manifest
-from staticgen.certificate import CERTIFICATE, Golden, ask_reference, compare, save_golden
+from staticgen.certificate import CERTIFICATE, Golden, ask_reference, compare, loop_differs, save_golden
 from staticgen.compiled import (
     STEP,
     TOKENIZERS,
@@ -70,8 +70,9 @@ def compile_bundle(
 ) -> CompiledModel:
     """Compile a model for a target and write everything that it replays there into a new folder.
 
-    Every dimension of a program is fixed, and all programs share one file of weights. For the backends openvino and npu
-    they are OpenVINO IR, and the target need not be here. What a compiler makes of them for a GPU or an NPU is kept
+    Every dimension of a program is fixed, and all programs share one file of weights. The target need not be here, but for
+    backend inductor, whose packages are for this CPU. For the backends openvino and npu they are OpenVINO IR; for
+    TPUs StableHLO, of which the manifest says what the TPU's compiler says, where that is installed. What a compiler makes of them for a GPU or an NPU is kept
     besides, if the device is here; or, for a profile of one generation of NPU, if its compiler is at hand (see
     :func:`staticgen.compile.compile_blob`).
 
@@ -86,7 +87,8 @@ def compile_bundle(
             programs, ``"none"`` has its own.
         weights: how weights are stored: None as they are, ``"float16"``, or a mode of
             :func:`staticgen.compile.compress_weights`.
-        blobs: whether to keep what a GPU's or an NPU's compiler makes; a copy of the weights for each program.
+        blobs: whether to keep what a GPU's or an NPU's compiler makes, a copy of the weights for each program; and whether to
+            ask the TPU's.
         source: where the model is from, in words; None for its config's own word.
         report: called with the name of each stage as it begins, what it is about, and what part of the stage is done.
 
@@ -196,16 +198,22 @@ def _check(bundle: Bundle, golden: Sequence[Golden], writer: Writer) -> dict[str
     session = Session(model, **writer.session_arguments(model))
     results = compare(session, golden, model.step.vocab_size)
     on, device = session.backend.description, session.backend.made_for
-    del session
-    gc.collect()  # Windows renames no folder of which a file is mapped into memory
     exact = model.step.dtype == torch.float32 and model.bundle.manifest["weights"] == AS_THEY_ARE
-    for one in results:
+    for one, given in zip(results, golden, strict=True):
         if not one.kl < (_MOST_KL if exact else math.inf):  # NaN as well
             raise CompileError(
                 f"what was compiled does not compute what the model does: for a prompt of {one.prompt_tokens} tokens the "
                 f"logits differ by up to {one.largest_difference:.3g} and the distributions by {one.kl:.3g} nats on "
                 f"{on}; nothing was written"
             )
+        differs = loop_differs(session, given) if exact and session.backend.resident else None
+        if differs is not None and differs != one.diverges_at:
+            raise CompileError(
+                f"the loop that was compiled does not choose what the model does: for a prompt of {one.prompt_tokens} tokens "
+                f"token {differs} is another on {on}; nothing was written"
+            )
+    del session
+    gc.collect()  # Windows renames no folder of which a file is mapped into memory
     return {
         "checked_on": on,
         "device": device,

@@ -15,6 +15,7 @@ import torch
 from staticgen.backends.base import ProgramFiles
 from staticgen.backends.hlo import FUNCTIONS, HLO, WEIGHTS, drafts_of, turns_of
 from staticgen.backends.xla import XlaBackend
+from staticgen.certificate import stand_in_arguments
 from staticgen.compiled import CompiledModel
 from staticgen.errors import BackendUnavailableError, UnsupportedModelError
 from staticgen.functions import Lowered
@@ -77,7 +78,7 @@ class XlaWriter(Writer):
         return {"target": entries}
 
     def session_arguments(self, model: CompiledModel) -> dict[str, Any]:
-        return {"device": "cpu", "backend_options": {"mesh": "1"}}
+        return stand_in_arguments(model)
 
 
 def _account(job: Job, programs: Mapping[str, Lowered]) -> dict[str, Any]:

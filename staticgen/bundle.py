@@ -30,7 +30,9 @@ FORMAT, VERSION = "staticgen-bundle", 1
 _MOST_MANIFEST_BYTES = 1 << 26
 _PIECE = 1 << 22
 _STALE_SECONDS = 24 * 3600
-_LIBRARIES = ("staticgen", "torch", "transformers", "openvino", "nncf", "safetensors", "tokenizers")
+_LIBRARIES = (
+    "staticgen", "torch", "transformers", "openvino", "nncf", "safetensors", "tokenizers", "torch_xla", "jax", "libtpu",
+)  # fmt: skip
 _REBUILD = "make it anew with `staticgen compile`"
 # Besides hidden files, what may be in the folder without being in the manifest: nothing reads them.
 _FOR_PEOPLE = ("LICENSE", "README.md")

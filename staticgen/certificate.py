@@ -9,6 +9,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from transformers import GenerationConfig
 
 from staticgen.bundle import Bundle
 from staticgen.compiled import CompiledModel
@@ -111,12 +112,24 @@ def stand_in_arguments(model: CompiledModel) -> dict[str, Any]:
     """Arguments of a session that runs a bundle on this machine's CPU in place of its own device."""
     if model.backend == "npu":
         return {"backend_options": {"NPUW_DEVICES": "CPU"}}
+    if model.backend == "xla":
+        return {"device": "cpu", "backend_options": {"mesh": "1"}}
     return {"device": "CPU"}
 
 
 def compare(session: Session, golden: Sequence[Golden], vocab_size: int) -> list[Comparison]:
     """Replay the reference's answers in a session: it is fed their tokens, and its own logits are looked at."""
     return [_compare_one(session, one, vocab_size) for one in golden]
+
+
+def loop_differs(session: Session, golden: Golden) -> int | None:
+    """The first token that a device which chooses by itself chooses otherwise than the reference; None where none is."""
+    output = session.generate(
+        golden.prompt[None], torch.ones_like(golden.prompt)[None], generation_config=GenerationConfig(),
+        max_new_tokens=len(golden.tokens), do_sample=False, eos_token_id=[],
+    )  # fmt: skip
+    differ = (output[0, len(golden.prompt) :] != golden.tokens).nonzero().flatten().tolist()
+    return differ[0] if differ else None
 
 
 def _compare_one(session: Session, golden: Golden, vocab_size: int) -> Comparison:

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 cache_app = typer.Typer(no_args_is_help=True, help="What was compiled before, and is kept for the next time.")
 # What a compile goes through, and what part of the whole each stage takes, roughly: measured with SmolLM2 for a CPU.
 STAGES = {
-    "import": 3, "load": 2, "step": 1, "convert": 5, "compress": 2, "programs": 5, "compile": 100, "blobs": 100, "reference": 3, "check": 5, "files": 1,
+    "import": 3, "load": 2, "step": 1, "convert": 5, "compress": 2, "programs": 5, "compile": 100, "target": 40, "blobs": 100, "reference": 3, "check": 5, "files": 1,
 }  # fmt: skip
-_NOT_ALWAYS = ("compress", "compile", "blobs")
+_NOT_ALWAYS = ("compress", "compile", "target", "blobs")
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -111,6 +111,7 @@ def _source(model: str | None) -> str:
 
 def verify(
     folder: Annotated[Path, typer.Argument(help="A bundle.")],
+    backend: Annotated[str, typer.Option(help="'jax' for a bundle for TPUs; else the bundle's own.")] = "auto",
     device: Annotated[str | None, typer.Option(help="The backend's name for a device.")] = None,
     stand_in: Annotated[
         bool, typer.Option("--stand-in", help="Run it on this machine's CPU in place of its own device.")
@@ -131,7 +132,7 @@ def verify(
         arguments: dict[str, Any] = stand_in_arguments(model) if stand_in else {}
         if device is not None:
             arguments["device"] = device
-        session = Session(model, **arguments)
+        session = Session(model, backend=backend, **arguments)
         results = compare(session, load_golden(model.bundle), model.step.vocab_size)
         certificate = model.bundle.manifest["certificate"]
         known = [one["diverges_at"] for one in certificate["results"]]
@@ -209,6 +210,8 @@ def inspect(
                 one.name, str(one.shape.tokens), str(one.shape.cache_length), compiled or "compiled where it runs"
             )
         out.print(files)
+        if accounts := target.get("compiled"):
+            out.print(_accounts(accounts))
         out.print(f"{len(manifest['files'])} files, {model.bundle.nbytes / 1e6:.1f} MB, all what the manifest says")
         what = "this machine" if other is None else str(other)
         if not against:
@@ -218,6 +221,18 @@ def inspect(
         for name, mine, its in against:
             differing.add_row(name, str(mine), str(its))
         out.print(differing)
+
+
+def _accounts(accounts: Mapping[str, Mapping[str, Any]]) -> Any:
+    """What the TPU's compiler said of each function."""
+    table = Table("function", "memory", "temporary", "bytes accessed", "FLOPs", "fits")
+    for name, one in accounts.items():
+        accessed = "unknown" if one["bytes_accessed"] is None else f"{one['bytes_accessed'] / 1e6:.1f} MB"
+        fits = {True: "yes", False: "no", None: "unknown"}[one["fits"]]
+        table.add_row(
+            name, f"{one['memory'] / 1e6:.1f} MB", f"{one['temporary'] / 1e6:.1f} MB", accessed, f"{one['flops'] / 1e6:.1f}M", fits
+        )  # fmt: skip
+    return table
 
 
 def _made_for(made_for: Mapping[str, Any]) -> str:

@@ -218,6 +218,11 @@ def _check_words(manifest: Mapping[str, Any]) -> None:
         raise TypeError(f"of {texts + optional!r} not all are texts")
     if not all(isinstance(text, str) for text in _field(manifest, "versions", dict).values()):
         raise TypeError(f"versions are {manifest['versions']!r}, expected texts")
+    for one in manifest["target"].get("compiled", {}).values():
+        for name in ("memory", "temporary", "flops"):
+            _field(one, name, int)
+        if type(one["bytes_accessed"]) not in (int, type(None)) or one["fits"] not in (True, False, None):
+            raise TypeError(f"what a compiler said is {one!r}")
     results = _field(certificate, "results", list)
     if not results or not all(isinstance(one["largest_difference"], float) for one in results):
         raise TypeError(f"results of the certificate are {results!r}")

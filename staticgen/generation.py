@@ -61,7 +61,7 @@ def generate(
         max_new_tokens: how many new tokens at most; with ``overflow``, also more than ``max_length`` holds. Alone,
             it sizes the buffers together with the prompt, rounded up to a power of two. With neither, and none
             in the generation config, 512 bounds the length, and a warning says so.
-        backend: ``"auto"``, ``"openvino"``, ``"npu"``, ``"cuda"``, ``"inductor"``, ``"eager"``; see
+        backend: ``"auto"``, ``"openvino"``, ``"npu"``, ``"cuda"``, ``"xla"``, ``"inductor"``, ``"eager"``; see
             :class:`staticgen.Session`, also for
             ``layout``, ``layout_options``, ``overflow``, ``prefill_buckets``, ``cache_sizes``, ``device`` and
             ``backend_options``.

@@ -241,7 +241,7 @@ def _export(step: Step, shape: StepShape) -> torch.export.ExportedProgram:
 
 
 def _linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A linear layer; one row of it is a sum of products, of which inductor makes a loop: libraries are half as fast."""
+    """A linear layer; one row of it is a sum of products, of which inductor makes a loop, twice as fast as a library."""
     if given.numel() != given.shape[-1]:
         return NotImplemented
     wide = torch.promote_types(given.dtype, torch.float32)
