@@ -15,6 +15,8 @@ from staticgen import Session
 
 pytestmark = [needs_xla, pytest.mark.usefixtures("one_thread")]
 
+LAYOUTS = {"sink": {"window_length": 24, "num_sink_tokens": 2}, "none": {}, "shift": {}, "ring": {}}
+
 
 @pytest.fixture(scope="module")
 def session(tiny_llama):
@@ -24,12 +26,12 @@ def session(tiny_llama):
         batch_size=3,
         prefill_buckets=[8],
         cache_sizes=[16],
+        overflow="error",
         backend="xla",
         device="cpu",
-        prefix_cache=1 << 16,
     )
-    for layout in ("sink", "none", "ring"):  # each has programs or a function of its own
-        session.set_cache_implementation(layout)
+    for layout, options in LAYOUTS.items():  # some have programs or a function of their own
+        session.set_cache_implementation(layout, **options)
     return session
 
 
@@ -50,8 +52,8 @@ def calls(session):
         {"eos_token_id": [5, 9, 17]},
     ]
     while made < 1000:
-        for layout in ("ring", "shift", "sink", "none"):
-            session.set_cache_implementation(layout)
+        for layout, options in LAYOUTS.items():
+            session.set_cache_implementation(layout, **options)
             for kind in kinds:
                 seed += 1
                 lengths = [1 + seed * 7 % 33] if len(kind) in (6, 1) else [1 + seed * 5 % 21, 1 + seed * 11 % 29, 4]
@@ -72,7 +74,7 @@ def calls(session):
 def test_nothing_is_traced_or_compiled_after_warm_up(tiny_llama, session):
     """And nothing is left to the CPU, or run on the device but the functions."""
     before, compiled = counts(), (session.stats.compiles, session.backend.engine.compiles)
-    assert before["CompileTime"] == before["UncachedCompile"] > 20
+    assert before["CompileTime"] == before["UncachedCompile"] >= 19
     executions, functions = [], session.backend.function
     session.backend.function = lambda shape, name: executions.append(name) or functions(shape, name)
     try:
@@ -92,20 +94,21 @@ def test_nothing_is_traced_or_compiled_after_warm_up(tiny_llama, session):
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_look_every_few_steps_is_all_that_comes_back(session, sampled):
+    session.set_cache_implementation("ring")
     session.generate(random_prompt(20), max_new_tokens=3)
     before = counts()
     session.generate([random_prompt(20, 1), random_prompt(18, 1)], max_new_tokens=42, do_sample=sampled, seed=1)
     found = grown(before)
     assert session.stats.last.loop == "device"
-    # Logits of prefill, six looks at up to eight tokens, the positions when the loop has ended; and what the prefix
-    # cache keeps, keys and values of both rows.
-    assert found["TransferFromDeviceTime"] == 1 + 6 + 1 + 2 * 2
-    assert found["ExecuteTime"] == 3 * 2 + 41 + 2
+    # Logits of three prefill steps, six looks at up to eight tokens, and the positions when the loop has ended.
+    assert found["TransferFromDeviceTime"] == 3 + 6 + 1
+    assert found["ExecuteTime"] == 3 * 2 + 41
     assert not [name for name in found if name.startswith("aten::")]
 
 
 DUMP = """
 import sys
+import models
 from staticgen.backends import open_backend, xla_engine
 from staticgen.device_functions import Drafts
 from staticgen import device_functions
@@ -143,7 +146,7 @@ def test_the_loop_writes_in_place(tmp_path, kind, choice):
     module, aliases = dumped(tmp_path / "late", "late", kind, choice)
     stacks = re.findall(r"(f32\[\d+,3,\d+,\d+,16\])", re.search(r"entry_computation_layout=\{\((.*?)\)->", module)[1])
     assert len(stacks) == (4 if kind == "gemma3" else 2)
-    copies = [line for line in module.splitlines() if re.search(r"= \(?f32\[\d+,3,\d+,\d+,16\]\S* copy", line)]
+    copies = [copy for copy in re.findall(r"= (f32\[[\d,]+\])\S* copy", module) if copy in stacks]
     assert not copies
     groups = 2 if kind == "gemma3" else 1
     assert aliases == 5 + 2 * groups + len(stacks)  # ids, positions, finished, column, drawn; slots and what is in them

@@ -19,7 +19,7 @@ from staticgen.device_memory import DeviceLoopState, DeviceMemory, Functions, He
 from staticgen.engines import Engine, Executable
 from staticgen.errors import CompileError
 from staticgen.facts import StepFacts
-from staticgen.functions import WEIGHT, Function, Lowered
+from staticgen.functions import WEIGHT, Function, Lowered, TensorSpec
 from staticgen.rotary import Rotation
 from staticgen.shapes import StepShape
 
@@ -96,6 +96,7 @@ class HloBackend(Backend):
         self._states: dict[int, DeviceLoopState] = {}
         self._run_step: RunStep | None = None
         self._read: set[Path] = set()
+        self._specs: dict[str, TensorSpec] = {}  # of the weights that were read
 
     def function(self, shape: StepShape, name: str) -> Executable:
         """The function of this name at one size; waits while it is being read.
@@ -211,13 +212,11 @@ class HloBackend(Backend):
             if name not in known:
                 raise ValueError(f"its function {name!r} is none that is known")
             for key, spec in function.inputs.items():
-                if key.startswith(WEIGHT):
-                    if key not in self.weights:
-                        raise ValueError(f"its function {name!r} needs the weight {key!r}, which there is not")
-                elif known[name].inputs.get(key) != spec:
-                    raise ValueError(
-                        f"its function {name!r} takes {key!r} as {spec}, expected {known[name].inputs.get(key)}"
-                    )
+                expected = self._specs.get(key) if key.startswith(WEIGHT) else known[name].inputs.get(key)
+                if expected is None and key.startswith(WEIGHT):
+                    raise ValueError(f"its function {name!r} needs the weight {key!r}, which there is not")
+                if expected != spec:
+                    raise ValueError(f"its function {name!r} takes {key!r} as {spec}, expected {expected}")
         return functions
 
     def _read_weights(self, path: Path) -> None:
@@ -227,7 +226,9 @@ class HloBackend(Backend):
             return
         with safetensors.safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no dict
-                self.weights[WEIGHT + name] = self.engine.upload(file.get_tensor(name), WEIGHT + name)
+                tensor = file.get_tensor(name)
+                self._specs[WEIGHT + name] = TensorSpec(tuple(tensor.shape), tensor.dtype)
+                self.weights[WEIGHT + name] = self.engine.upload(tensor, WEIGHT + name)
         self._read.add(path)
 
 

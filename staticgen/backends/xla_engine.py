@@ -95,9 +95,10 @@ class _Replay(Executable):
                 outputs = _XLAC._xla_user_computation(name, inputs, program)
             except RuntimeError as error:
                 raise CompileError(f"torch-xla cannot read function {function.name!r}: {error}") from error
-            if len(outputs) != len(function.outputs):
+            given = [TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in outputs]
+            if given != list(function.outputs.values()):
                 raise CompileError(
-                    f"function {function.name!r} gives {len(outputs)} tensors, expected {len(function.outputs)}"
+                    f"the program of function {function.name!r} gives {given}, expected {list(function.outputs.values())}"
                 )
             # torch-xla numbers parameters in an order of its own, and gives the memory of a parameter to the next output
             # of its kind: outputs that take memory go first, in the order of the parameters whose memory they take.
