@@ -39,7 +39,8 @@ from staticgen.compile import compile_bundle
 for name, variant, dtype, folder, sizes in eval(sys.argv[2]):
     model = next(family for family in FAMILIES if family.name == name).build(variant)
     model = model.to(getattr(torch, dtype))
-    compile_bundle(model, folder, profile="tpu-v5e", batch_size=2, prefill_buckets=[8], blobs=False, **sizes)
+    given = {"profile": "tpu-v5e", "batch_size": 2, "prefill_buckets": [8], "blobs": False, **sizes}
+    compile_bundle(model, folder, **given)
 """
 SIZES = {"max_length": 40, "cache_sizes": [16]}
 
@@ -175,24 +176,28 @@ def test_what_runs_a_bundle_imports_neither_torch_xla_nor_a_model(llama):
     assert ids[0][3:] == reference(build("Llama", "default rope"), [5, 6, 7], 4)
 
 
-def test_four_devices_give_the_tokens_of_one(bundles):
-    """Heads and MLP divided over four virtual devices, in a process that has them."""
-    model = build("Gemma 2", "")
-    prompt = random_prompt(9)
+def test_four_devices_give_the_tokens_of_one(tmp_path):
+    """Heads and MLP divided over four virtual devices, in a process that has them, as the profile says."""
+    folder = str(tmp_path / "bundle")
+    write(("Gemma 2", "", "float32", folder, {**SIZES, "profile": "tpu-v5e-4"}))
+    model, prompt = build("Gemma 2", ""), random_prompt(9)
     code = (
         "import sys, json, staticgen;"
-        "s = staticgen.load(sys.argv[1], backend='jax', device='cpu', backend_options={'mesh': '4'});"
-        "print(json.dumps(s.generate([json.loads(sys.argv[2])], max_new_tokens=12).tolist()))"
+        "s = staticgen.load(sys.argv[1], backend='jax', device='cpu');"
+        "print(json.dumps([s.generate([json.loads(sys.argv[2])], max_new_tokens=12).tolist(), s.backend.description]))"
     )
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     done = subprocess.run(
-        [sys.executable, "-c", code, bundles["Gemma 2", ""], json.dumps(prompt)],
+        [sys.executable, "-c", code, folder, json.dumps(prompt)],
         env=environment,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert json.loads(done.stdout.splitlines()[-1])[0][9:] == reference(model, prompt, 12)
+    ids, on = json.loads(done.stdout.splitlines()[-1])
+    assert (ids[0][9:], on) == (reference(model, prompt, 12), "jax on 4 of cpu")
+    with pytest.raises(BackendUnavailableError, match="not 4 devices to share a program"):
+        load(folder, backend="jax", device="cpu")
 
 
 def test_errors(llama, tiny_llama):

@@ -410,7 +410,9 @@ def test_devices_and_options(monkeypatch):
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     with pytest.raises(UnknownNameError, match=r"has the devices tpu, cpu and null \(for tests\), got 'cuda'"):
         open_backend("xla", "cuda")
-    with pytest.raises(ValueError, match=r"mesh='4', but backend 'xla' runs on one chip; a bundle for several .*'jax'"):
+    with pytest.raises(
+        BackendUnavailableError, match=r"mesh='4', but backend 'xla' runs on one chip; a bundle for several .*'jax'"
+    ):
         open_backend("xla", "null", {"mesh": "4"})
     with pytest.raises(ValueError, match="unknown option 'attention' for backend 'xla'; expected flags of the TPU's"):
         open_backend("xla", "null", {"attention": "sdpa"})

@@ -1,5 +1,6 @@
 """Bundles of StableHLO on XLA's CPU client through torch-xla: written here, run by another process."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from models import new_tokens, random_prompt, reference
 from on_xla import needs_xla
 
 import staticgen
-from staticgen import BackendUnavailableError, BundleError, Session
+from staticgen import BackendUnavailableError, BundleError, Session, cli
 
 TESTS = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "PJRT_DEVICE": "CPU", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
@@ -155,7 +156,7 @@ def test_the_wrong_place(made):
         Session(made)
     with pytest.raises(BundleError, match=r"backend is 'openvino', but bundle .* was compiled for 'xla'"):
         Session(made, backend="openvino")
-    with pytest.raises(ValueError, match=r"mesh='4', but backend 'xla' runs on one chip"):
+    with pytest.raises(BackendUnavailableError, match=r"mesh='4', but backend 'xla' runs on one chip"):
         Session(made, backend_options={"mesh": "4"}, **ON_CPU)
     with pytest.raises(staticgen.CompileError, match="device 'null' runs no compiled programs"):
         Session(made, backend="xla", device="null").generate([5, 6, 7])
@@ -264,3 +265,32 @@ def test_files_that_do_not_belong_together(made, tiny_llama, tmp_path, forgery):
     assert said[-1].startswith("refused") or (forgery == "no aliases" and said[-1].startswith("right")), said[-1][:500]
     if said[-1].startswith("refused"):
         assert "decode_" in said[-1] or "prefill_" in said[-1] or "function" in said[-1]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU's compiler: the extra tpu-aot")
+def test_a_bundle_for_several_chips_holds_their_compilers_account(tiny_llama, tmp_path, capsys):
+    folder = tmp_path / "bundle"
+    bundles.compile_tiny(folder, tiny_llama, profile="tpu-v5e-4")
+    target = json.loads((folder / "manifest.json").read_bytes())["target"]
+    assert target["compile_options"]["mesh"] == "4"
+    decode = {f"decode_{length}.{name}" for length in (16, 32) for name in ("step", "greedy", "sampled")}
+    functions = {"prefill_8_32.step", *decode}
+    assert set(target["compiled"]) == functions
+    for name, found in target["compiled"].items():
+        assert (found["target"], found["chips"], found["fits"]) == ("tpu-v5e-4", 4, True)
+        assert found["bytes_accessed"] > found["weights"] > 0 and found["flops"] > 0
+        # The loop keeps the cache where it is; a step reads it.
+        assert (found["aliased"] >= found["cache"] > 0) == (not name.endswith("step"))
+    with pytest.raises(
+        BackendUnavailableError, match=r"mesh='4', but backend 'xla' runs on one chip; .* for backend='jax'"
+    ):
+        Session(folder, **ON_CPU)
+    session = Session(folder, **ON_CPU, backend_options={"mesh": "1"})
+    assert new_tokens(session.generate(PROMPTS, max_new_tokens=9), 12) == [
+        reference(tiny_llama, prompt, 9) for prompt in PROMPTS
+    ]
+    with pytest.raises(SystemExit) as ended:
+        cli.app(["inspect", str(folder)])
+    assert not ended.value.code
+    out = capsys.readouterr().out
+    assert all(name in out for name in functions)

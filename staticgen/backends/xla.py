@@ -48,7 +48,7 @@ class XlaBackend(HloBackend):
             if not name.startswith(_FLAGS) and (name, value) != ("mesh", "1")
         }
         if "mesh" in unknown:
-            raise ValueError(
+            raise BackendUnavailableError(
                 f"backend_options has mesh={unknown['mesh']!r}, but backend 'xla' runs on one chip; a bundle for several is "
                 "for backend='jax'"
             )
