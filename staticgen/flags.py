@@ -56,7 +56,9 @@ MODEL = {
 }
 SESSION = {
     "batch_size": Flag(_SESSION, int, "Texts that run at once. (default: 1)"),
-    "backend": Flag(_SESSION, str, "auto, openvino, npu, cuda, xla, jax, inductor, intel_npu or eager. (default: auto)"),
+    "backend": Flag(
+        _SESSION, str, "auto, openvino, npu, cuda, xla, jax, inductor, intel_npu or eager. (default: auto)"
+    ),
     "device": Flag(_SESSION, str, "The backend's name for a device."),
     "backend_options": Flag(_SESSION, None, "The compiler's own options, by its names."),
     "layout": Flag(_SESSION, str, "ring, shift, sink or none. (default: ring; sink for that overflow)"),
