@@ -41,7 +41,7 @@ def test_compile_then_generate(folder, capfd, tmp_path):
     for word in ("3 programs", "peak memory", "logits within", "checked on openvino on CPU"):
         assert word in err
     stages = re.findall(r"^ *[\d.]+ s  (\w+)", err, re.MULTILINE)
-    assert set(stages) == set(STAGES) - {"compress", "compile", "blobs"}
+    assert set(stages) == set(STAGES) - {"compress", "compile", "target", "blobs"}
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["model"]["source"] == "tiny model"
     assert str(tmp_path) not in (out / "manifest.json").read_text()

@@ -302,7 +302,7 @@ def test_threads_on_one_session_take_turns(tiny_llama, backend):
         (
             {"backend": "tpu"},
             ValueError,
-            "unknown backend 'tpu': expected one of auto, eager, inductor, cuda, openvino, npu",
+            "unknown backend 'tpu': expected one of auto, eager, inductor, cuda, xla, jax, openvino, npu",
         ),
         ({"backend": None}, ValueError, "unknown backend None"),
         ({"prefill_buckets": [128]}, ValueError, r"prefill_buckets is \[128\].*1 to max_length=64"),
