@@ -156,3 +156,18 @@ def test_the_check_sees_copies(tmp_path):
     """With the slots written as soon as they can be, XLA does not know that the last layer has read them."""
     module, _ = dumped(tmp_path, "early", "llama", "greedy")
     assert len(re.findall(r"= \(?f32\[2,3,2,48,16\]\S* copy", module)) >= 2
+
+
+def test_a_program_that_torch_xla_has_dropped_is_an_error_that_says_so():
+    """It keeps so many of a process; where there were none too many, a session of this size has eight."""
+    code = (
+        "import models; from staticgen import RecompileError, Session\n"
+        "session = Session(models.llama(), backend='xla', device='cpu', max_length=24, prefill_buckets=[8], cache_sizes=[])\n"
+        "try: session.generate([5, 6, 7], max_new_tokens=3)\n"
+        "except RecompileError as error: print(error)"
+    )
+    tests = str(Path(__file__).parent)
+    environment = {**os.environ, "XLA_COMPILATION_CACHE_SIZE": "4", "PYTHONPATH": os.pathsep.join([tests, *sys.path])}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "is gone: torch-xla keeps the newest XLA_COMPILATION_CACHE_SIZE programs" in done.stdout

@@ -149,6 +149,10 @@ def _open_engine(device: str) -> Engine:
             "environment of its own. Alternatives: a bundle with backend='jax', or backend='openvino'"
         )
     set_by_user = os.environ.setdefault("PJRT_DEVICE", device.upper())
+    if device == "cpu":
+        # torch-xla keeps the programs of sessions that are gone. On the CPU each takes some hundred of the 65530 mappings
+        # that Linux grants a process, and XLA crashes where there are no more: after some 600 programs, as it was seen.
+        os.environ.setdefault("XLA_COMPILATION_CACHE_SIZE", "500")
     try:
         from staticgen.backends.xla_engine import TorchXlaEngine  # noqa: PLC0415 - it imports torch-xla
 

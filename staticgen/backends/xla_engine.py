@@ -21,7 +21,7 @@ from torch_xla.debug import metrics
 from staticgen.compile_cache import user_cache
 from staticgen.device_functions import Draft, Tensors
 from staticgen.engines import Buffer, Engine, Executable
-from staticgen.errors import CompileError
+from staticgen.errors import CompileError, RecompileError
 from staticgen.functions import WEIGHT, Function, Lowered, TensorSpec
 
 _XLAC: Any = torch_xla._XLAC
@@ -124,7 +124,15 @@ class _Replay(Executable):
         with _LOCK, _donation():
             for place in self._donated:
                 _XLAC._set_buffer_donation(inputs[place], True)
-            given = _XLAC._run_cached_graph(self._hash, [inputs[place] for place in self._parameters])
+            try:
+                given = _XLAC._run_cached_graph(self._hash, [inputs[place] for place in self._parameters])
+            except RuntimeError as error:
+                if "computation by hash" not in str(error):
+                    raise
+                raise RecompileError(
+                    f"function {self.function.name!r} is gone: torch-xla keeps the newest XLA_COMPILATION_CACHE_SIZE programs of a "
+                    "process, and more were compiled since. Make a new session, or set that environment variable higher"
+                ) from error
         outputs: list[Any] = [None] * len(given)
         for place, tensor in zip(self._order, given, strict=True):
             outputs[place] = tensor
