@@ -71,10 +71,10 @@ def compile_bundle(
     """Compile a model for a target and write everything that it replays there into a new folder.
 
     Every dimension of a program is fixed, and all programs share one file of weights. The target need not be here, but for
-    backend inductor, whose packages are for this CPU. For the backends openvino and npu they are OpenVINO IR; for
-    TPUs StableHLO, of which the manifest says what the TPU's compiler says, where that is installed. What a compiler makes of them for a GPU or an NPU is kept
-    besides, if the device is here; or, for a profile of one generation of NPU, if its compiler is at hand (see
-    :func:`staticgen.compile.compile_blob`).
+    backend inductor, whose packages are for this CPU. For the backends openvino and npu they are OpenVINO IR; for TPUs
+    StableHLO, and the manifest has what the TPU's compiler says of it, where that is installed. What a compiler makes of
+    them for a GPU or an NPU is kept besides, if the device is here; or, for a profile of one generation of NPU, if its
+    compiler is at hand (see :func:`staticgen.compile.compile_blob`).
 
     Args:
         model: a causal decoder of transformers, on the CPU, in the dtype that it is to have.

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 
-from staticgen.backends.base import ProgramFiles
+from staticgen.backends.base import ProgramFiles, apart
 from staticgen.backends.hlo import FUNCTIONS, HLO, WEIGHTS, drafts_of, turns_of
 from staticgen.backends.xla import XlaBackend
 from staticgen.certificate import stand_in_arguments
@@ -68,7 +67,7 @@ class XlaWriter(Writer):
             paths[FUNCTIONS].write_text(json.dumps(functions), encoding="utf-8")
             written.append(ProgramFiles(name, shape, paths))
         self._accounts = _account(job, heavy)
-        safetensors.torch.save_file({key: _own(tensor) for key, tensor in tensors.items()}, folder / _WEIGHTS_FILE)
+        safetensors.torch.save_file(apart(tensors), folder / _WEIGHTS_FILE)
         return written
 
     def describe(self) -> Mapping[str, Mapping[str, Any]]:
@@ -100,8 +99,3 @@ def _write(lowered: Lowered, folder: Path, program: str) -> dict[str, Path]:
     paths[name].write_bytes(lowered.stablehlo)
     paths[name + HLO].write_bytes(lowered.hlo)
     return paths
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that shares its memory with none that is written beside it."""
-    return tensor if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -218,3 +218,17 @@ def write_experts_plainly(step: Step) -> None:
     config = step.model.config.get_text_config()
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         step.model.set_experts_implementation("batched_mm")
+
+
+def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of which each fills memory of its own, as a file of safetensors wants them; copies only of those that do not."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        memory = tensor.untyped_storage()
+        alone = memory.nbytes() == tensor.nbytes and memory.data_ptr() not in seen
+        seen.add(memory.data_ptr())
+        found[name] = (
+            tensor if alone and tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
+        )
+    return found

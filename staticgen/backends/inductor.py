@@ -20,7 +20,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from staticgen.backends.base import Backend, Program, ProgramFiles, write_experts_plainly
+from staticgen.backends.base import Backend, Program, ProgramFiles, apart, write_experts_plainly
 from staticgen.cache import KVBuffers, KVCache
 from staticgen.errors import BackendUnavailableError, CompileError, RecompileError, UnknownNameError
 from staticgen.facts import StepFacts
@@ -201,7 +201,7 @@ class InductorBackend(Backend):
                         "cannot share one file of them; use backend='inductor' without a bundle"
                     )
             written.append(ProgramFiles(name, shape, {"package": path, "weights": weights}, ((path, made_for),)))
-        safetensors.torch.save_file(_apart(held), weights)
+        safetensors.torch.save_file(apart(held), weights)
         return written
 
     def must_compile(self, files: ProgramFiles) -> bool:
@@ -304,18 +304,6 @@ def _without_places(file: Path, folder: Path) -> Path:
         content = content.replace(str(place).encode(), b"/" * len(str(place).encode()))
     (folder / file.name).write_bytes(content)
     return folder / file.name
-
-
-def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of which none is in the memory of another one, as their file wants them."""
-    seen: set[int] = set()
-    found = {}
-    for name, tensor in tensors.items():
-        memory = tensor.untyped_storage()
-        alone = memory.nbytes() == tensor.nbytes and memory.data_ptr() not in seen
-        seen.add(memory.data_ptr())
-        found[name] = tensor if alone else tensor.clone()
-    return found
 
 
 def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from staticgen.backends.base import write_experts_plainly
 from staticgen.backends.hlo import HloBackend
 from staticgen.device_functions import Draft, RunStep, Tensors
 from staticgen.engines import Engine, Executable, NullEngine
@@ -89,6 +90,7 @@ class XlaBackend(HloBackend):
             self.weights[WEIGHT + name] = self.engine.upload(tensor, WEIGHT + name)
         moved = _moved(step, {place: self.weights[WEIGHT + name] for place, (_, name) in names.items()})
         _ask_for_no_numbers(moved.model)
+        write_experts_plainly(moved)  # the other ways ask how many tokens each expert has
         return moved, tensors
 
     def _make(self, draft: Draft) -> Executable:
@@ -136,9 +138,6 @@ def _ask_for_no_numbers(model: PreTrainedModel) -> None:
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             module.warn_if_padding_and_no_attention_mask = lambda *tokens: None  # type: ignore[assignment]
-    change = getattr(model, "set_experts_implementation", None)  # not in transformers 5.5
-    if change is not None and model._can_set_experts_implementation():
-        change("batched_mm")  # the other ways ask how many tokens each expert has
 
 
 def _open_engine(device: str) -> Engine:
