@@ -32,27 +32,28 @@ SIZES = {
 }  # fmt: skip
 
 
+def stacks(buffers, new):
+    """Of each stack its window, itself, what is new for it, and the dimension of its slots."""
+    count = len(buffers.keys)
+    for size, (keys, values) in buffers._stacks.items():
+        for stack, offset, dim in ((keys, 0, keys.dim() + buffers._key_dim), (values, count, 3)):
+            fresh = torch.stack([new[offset + index] for index in buffers._members[size]])
+            yield size.window, stack, fresh.transpose(-1, -2) if dim == 4 else fresh, dim
+
+
 def put_one_hot(self, new, slots):
     """Compare every slot with the one that is written."""
-    for size, (keys, values) in self._stacks.items():
-        members, count = self._members[size], len(self.keys)
-        for stack, offset, dim in ((keys, 0, keys.dim() + self._key_dim), (values, count, 3)):
-            fresh = torch.stack([new[offset + index] for index in members])
-            fresh = fresh.transpose(-1, -2) if dim == 4 else fresh
-            shape = [1] * 5
-            shape[dim] = stack.shape[dim]
-            here = (torch.arange(stack.shape[dim], device=stack.device) == slots[size.window].long()).reshape(shape)
-            stack.copy_(torch.where(here, fresh, stack))
+    for window, stack, fresh, dim in stacks(self, new):
+        shape = [1] * 5
+        shape[dim] = stack.shape[dim]
+        here = (torch.arange(stack.shape[dim], device=stack.device) == slots[window].long()).reshape(shape)
+        stack.copy_(torch.where(here, fresh, stack))
 
 
 def put_shift(self, new, slots):
     """Move everything to the left by one."""
-    for size, (keys, values) in self._stacks.items():
-        members, count = self._members[size], len(self.keys)
-        for stack, offset, dim in ((keys, 0, keys.dim() + self._key_dim), (values, count, 3)):
-            fresh = torch.stack([new[offset + index] for index in members])
-            fresh = fresh.transpose(-1, -2) if dim == 4 else fresh
-            stack.copy_(torch.cat([stack.narrow(dim, 1, stack.shape[dim] - 1), fresh], dim=dim))
+    for _, stack, fresh, dim in stacks(self, new):
+        stack.copy_(torch.cat([stack.narrow(dim, 1, stack.shape[dim] - 1), fresh], dim=dim))
 
 
 def put_layers(self, new, slots):

@@ -225,10 +225,7 @@ class KVMemory:
         device: torch.device | str = "cpu",
     ):
         self.buffers = KVBuffers(spec, batch, length, transposed_keys, windowed=True, device=device)
-        self.slot_positions = [
-            torch.full((batch, slots_of(window, length)), EMPTY, dtype=torch.int64, device=device)
-            for window in spec.windows
-        ]
+        self.slot_positions = empty_slots(spec, batch, length, device)
 
     @classmethod
     def of(cls, buffers: KVBuffers, slot_positions: list[torch.Tensor]) -> KVMemory:
@@ -250,6 +247,14 @@ class KVMemory:
     def refresh_(self) -> None:
         """Have in ``slot_positions`` what a device has written since the host last did."""
         return None
+
+
+def empty_slots(spec: CacheSpec, batch: int, length: int, device: torch.device | str = "cpu") -> list[torch.Tensor]:
+    """int64 [B, slots] of every window, -1 everywhere."""
+    return [
+        torch.full((batch, slots_of(window, length)), EMPTY, dtype=torch.int64, device=device)
+        for window in spec.windows
+    ]
 
 
 def members_of(spec: CacheSpec) -> dict[LayerSpec, list[int]]:

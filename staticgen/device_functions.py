@@ -34,6 +34,7 @@ from staticgen.shapes import StepShape, slots_of
 
 Tensors = dict[str, torch.Tensor]
 RunStep = Callable[..., tuple[torch.Tensor, ...]]  # Step.forward, over the weights that it is to have
+MOVE = "move_"  # names of functions that move tokens begin so
 # Inputs of the loop that no step of it changes, and those that it does.
 SETTINGS = ("window", "eos", "fill")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
@@ -69,7 +70,7 @@ class Drafts:
     """
 
     def __init__(self, facts: StepFacts, shape: StepShape, run_step: RunStep | None = None):
-        self._facts, self._shape, self._run_step = facts, shape, run_step
+        self._shape, self._run_step = shape, run_step
         self._spec, self._turned = facts.cache_spec, facts.form.transposed_keys
         self._token_dim = 4 if self._turned else 3  # of stacks of keys
 
@@ -124,19 +125,15 @@ class Drafts:
 
         def call(given: Tensors) -> Tensors:
             changed = {}
-            for index, size in enumerate(members_of(self._spec)):
-                group = self._spec.windows.index(size.window)
-                slots, columns = given[f"at.{group}"].long(), given[f"column.{group}"]
-                new_keys = given[f"new_keys.{index}"]
-                for name, new in ((f"keys.{index}", new_keys), (f"values.{index}", given[f"new_values.{index}"])):
-                    turned = self._turned and name.startswith("keys")
-                    held = given[name].transpose(3, 4) if turned else given[name]
-                    where = columns.clamp(min=0).long()[None, :, None, :, None]
-                    chosen = new.gather(3, where.expand(new.shape[0], -1, new.shape[2], -1, new.shape[4]))
-                    merged = torch.where((columns >= 0)[None, :, None, :, None], chosen, held.index_select(3, slots))
-                    changed[name] = given[name].index_copy(
-                        self._token_dim if turned else 3, slots, merged.transpose(3, 4) if turned else merged
-                    )
+            for name, group, dim in self._parts():
+                slots, columns, new = given[f"at.{group}"].long(), given[f"column.{group}"], given[f"new_{name}"]
+                where = columns.clamp(min=0).long()[None, :, None, :, None]
+                chosen = new.gather(3, where.expand(new.shape[0], -1, new.shape[2], -1, new.shape[4]))
+                chosen = chosen.transpose(3, 4) if dim == 4 else chosen
+                held = given[name].index_select(dim, slots)
+                changed[name] = given[name].index_copy(
+                    dim, slots, torch.where(_by_slot(columns >= 0, dim), chosen, held)
+                )
             return changed
 
         batch, tokens = self._shape.batch, self._shape.tokens
@@ -154,25 +151,14 @@ class Drafts:
 
         def call(given: Tensors) -> Tensors:
             rows = given["rows"].long()
-            return {
-                name: given[name].index_select(1, rows).index_select(dim, given[f"slots.{group}"].long())
-                for name, group, dim in self._parts()
-            }
+            return self._in_order(given | {name: given[name].index_select(1, rows) for name in self.cache()})
 
-        slots = {f"slots.{group}": _whole(count) for group, count in enumerate(self._slots())}
-        return Draft("arrange", {"rows": _whole(self._shape.batch), **slots, **self.cache()}, call, list(self.cache()))
+        inputs = {"rows": _whole(self._shape.batch), **self._orders(), **self.cache()}
+        return Draft("arrange", inputs, call, list(self.cache()))
 
     def move(self, length: int) -> Draft:
         """A cache of this length, whose slot j is slot ``slots.g`` [slots] j of one of ``length`` slots."""
-
-        def call(given: Tensors) -> Tensors:
-            return {
-                name: given[name].index_select(dim, given[f"slots.{group}"].long())
-                for name, group, dim in self._parts()
-            }
-
-        slots = {f"slots.{group}": _whole(count) for group, count in enumerate(self._slots())}
-        return Draft(move_name(length), {**slots, **self.cache(length)}, call)
+        return Draft(move_name(length), {**self._orders(), **self.cache(length)}, self._in_order)
 
     def row(self) -> Draft:
         """One row, ``row`` [1], of every stack: [layers, 1, K, L, D]."""
@@ -190,8 +176,7 @@ class Drafts:
             for name, group, dim in self._parts():
                 if name.startswith("keys"):
                     written, kept = given[f"written.{group}"], given[_exact_of(name)]
-                    where = written[None, :, None, None] if dim == 4 else written[None, :, None, :, None]
-                    changed[_exact_of(name)] = torch.where(where, given[name].float(), kept)
+                    changed[_exact_of(name)] = torch.where(_by_slot(written, dim), given[name].float(), kept)
             return changed
 
         written = {
@@ -221,7 +206,7 @@ class Drafts:
                             rotation.apply_(turned[place], -1, token_dim)
                 slots = torch.arange(source.shape[token_dim], dtype=torch.int32, device=source.device)
                 chosen = given["rows"][:, None] & (slots >= given[f"first.{group}"])[None]
-                where = chosen[None, :, None, None] if self._turned else chosen[None, :, None, :, None]
+                where = _by_slot(chosen, self._token_dim)
                 result = torch.where(where, turned, source)
                 changed[name_of(f"keys.{index}")] = result
                 if self.exact_keys():
@@ -263,6 +248,16 @@ class Drafts:
     def _slots(self) -> list[int]:
         return [slots_of(window, self._shape.cache_length) for window in self._spec.windows]
 
+    def _orders(self) -> dict[str, TensorSpec]:
+        """For each window, which slot comes to each place."""
+        return {f"slots.{group}": _whole(count) for group, count in enumerate(self._slots())}
+
+    def _in_order(self, given: Tensors) -> Tensors:
+        """The stacks, with their slots in the order of :meth:`_orders`."""
+        return {
+            name: given[name].index_select(dim, given[f"slots.{group}"].long()) for name, group, dim in self._parts()
+        }
+
     def _parts(self) -> list[tuple[str, int, int]]:
         """Of each stack its name, its window, and the dimension of its slots."""
         parts = []
@@ -303,7 +298,12 @@ def loop_specs(batch: int, windows: int, sampled: bool) -> dict[str, TensorSpec]
 
 def move_name(length: int) -> str:
     """The name of the function that moves tokens from a cache of ``length`` slots."""
-    return f"move_{length}"
+    return f"{MOVE}{length}"
+
+
+def _by_slot(chosen: torch.Tensor, dim: int) -> torch.Tensor:
+    """What is said of the slots of each row, [B, slots], for stacks whose slots are this dimension."""
+    return chosen[None, :, None, None] if dim == 4 else chosen[None, :, None, :, None]
 
 
 def _whole(*shape: int) -> TensorSpec:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from staticgen.cache import KVBuffers, KVMemory, members_of
+from staticgen.cache import KVBuffers, KVMemory, empty_slots, members_of
 from staticgen.device_functions import Drafts, loop_specs, move_name
 from staticgen.device_loop import LoopState
 from staticgen.engines import Buffer, Engine, Executable
@@ -236,10 +236,7 @@ class DeviceMemory(KVMemory):
         self._engine, self._turns = engine, turns
         self.stacks = DeviceBuffers(engine, functions, weights, facts, batch, length)
         self.buffers = self.stacks
-        self.slot_positions = [
-            torch.full((batch, slots_of(window, length)), -1, dtype=torch.int64, device="cpu")
-            for window in facts.cache_spec.windows
-        ]
+        self.slot_positions = empty_slots(facts.cache_spec, batch, length)
         self.positions: Held | None = None
 
     def will_turn(self, rotations: Sequence[Rotation | None]) -> None:

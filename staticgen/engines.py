@@ -81,7 +81,7 @@ class NullEngine(Engine):
         """The executable of a function, which runs once to see what it gives."""
         self.compiles += 1
         zeros = {name: torch.zeros(spec.shape, dtype=spec.dtype, device="cpu") for name, spec in draft.inputs.items()}
-        outputs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in draft.call(zeros).items()}
+        outputs = {name: TensorSpec.of(tensor) for name, tensor in draft.call(zeros).items()}
         function = Function(draft.name, draft.inputs, outputs, {name: name for name in draft.kept})
         return _NullExecutable(Function.from_dict(function.to_dict()), draft.call)
 
@@ -95,14 +95,14 @@ class _NullExecutable(Executable):
     def __call__(self, inputs: Sequence[Buffer]) -> list[Buffer]:
         given = {}
         for (name, spec), tensor in zip(self.function.inputs.items(), inputs, strict=True):
-            if TensorSpec(tuple(tensor.shape), tensor.dtype) != spec:
+            if TensorSpec.of(tensor) != spec:
                 raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {spec}")
             given[name] = tensor.clone()
         outputs = self._call(given)
         if list(outputs) != list(self.function.outputs):
             raise ValueError(f"{self.function.name} gives {list(outputs)}, expected {list(self.function.outputs)}")
         for name, tensor in outputs.items():
-            if TensorSpec(tuple(tensor.shape), tensor.dtype) != self.function.outputs[name]:
+            if TensorSpec.of(tensor) != self.function.outputs[name]:
                 raise ValueError(
                     f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {self.function.outputs[name]}"
                 )

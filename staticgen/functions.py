@@ -29,6 +29,11 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """That of a tensor, on any device."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
     @property
     def nbytes(self) -> int:
         """Its bytes, without padding."""
@@ -50,11 +55,6 @@ class Function:
     inputs: Mapping[str, TensorSpec]
     outputs: Mapping[str, TensorSpec]
     aliases: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def weights(self) -> list[str]:
-        """Names of the weights among the inputs, without :data:`WEIGHT`."""
-        return [name.removeprefix(WEIGHT) for name in self.inputs if name.startswith(WEIGHT)]
 
     @property
     def donated(self) -> tuple[int, ...]:

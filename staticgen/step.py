@@ -23,13 +23,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from staticgen.attention import ATTENTION_NAME, Past, StepCache, register_attention
-from staticgen.cache import KVBuffers
+from staticgen.cache import KVBuffers, empty_slots
 from staticgen.errors import UnsupportedModelError
 from staticgen.facts import StepFacts
 from staticgen.identity import Identity, computing_fields, identity_of
 from staticgen.legacy import adapt_legacy_attention
 from staticgen.rotary import Rotation, find_rotation
-from staticgen.shapes import EMPTY, CacheSpec, LayerSpec, StepForm, StepShape, slots_of
+from staticgen.shapes import EMPTY, CacheSpec, LayerSpec, StepForm, StepShape
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Rotary embeddings whose frequencies change with the length of the text; a compiled step holds the
@@ -117,10 +117,7 @@ class Step(nn.Module, StepFacts):
     def example_inputs(self, shape: StepShape) -> tuple[torch.Tensor, ...]:
         """Inputs of the right sizes for ``shape``, with an empty cache, to trace or warm up with."""
         ids = torch.zeros(shape.batch, shape.tokens, dtype=torch.int64, device="cpu")
-        slots = [
-            torch.full((shape.batch, slots_of(window, shape.cache_length)), EMPTY, dtype=torch.int64, device="cpu")
-            for window in self.cache_spec.windows
-        ]
+        slots = empty_slots(self.cache_spec, shape.batch, shape.cache_length)
         past = KVBuffers(self.cache_spec, shape.batch, shape.cache_length, self.form.transposed_keys, windowed=True)
         positions = torch.arange(shape.tokens, device="cpu").expand(shape.batch, -1).contiguous()
         return (ids, positions, torch.zeros_like(ids), *slots, *past.keys, *past.values)

@@ -14,7 +14,7 @@ import torch
 
 from staticgen.backends.base import Backend, Program, ProgramFiles
 from staticgen.cache import KVBuffers, KVCache, KVMemory
-from staticgen.device_functions import Draft, Drafts, RunStep, move_name
+from staticgen.device_functions import MOVE, Draft, Drafts, RunStep
 from staticgen.device_memory import DeviceLoopState, DeviceMemory, Functions, Held, NewBuffers, call
 from staticgen.engines import Engine, Executable
 from staticgen.errors import CompileError
@@ -202,7 +202,7 @@ class HloBackend(Backend):
         needed = {draft.name: draft for draft in drafts_of(step, files.shape, self._sizes[files.shape.batch])}
         known = {**needed, **{draft.name: draft for draft in turns_of(step, files.shape, ())}}
         for name in functions:  # tokens may come from caches that the layout in use does not have
-            length = name.removeprefix(move_name(0)[:-1])
+            length = name.removeprefix(MOVE)
             if name not in known and length.isdecimal() and files.shape.tokens == 1:
                 known[name] = Drafts(step, files.shape).move(int(length))
         for name in needed:
@@ -227,7 +227,7 @@ class HloBackend(Backend):
         with safetensors.safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no dict
                 tensor = file.get_tensor(name)
-                self._specs[WEIGHT + name] = TensorSpec(tuple(tensor.shape), tensor.dtype)
+                self._specs[WEIGHT + name] = TensorSpec.of(tensor)
                 self.weights[WEIGHT + name] = self.engine.upload(tensor, WEIGHT + name)
         self._read.add(path)
 

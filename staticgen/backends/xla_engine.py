@@ -68,7 +68,7 @@ class TorchXlaEngine(Engine):
     def stand_in(self, name: str, spec: TensorSpec) -> Buffer:
         """A buffer to trace and compile an input with; weights are there already, and large."""
         weight = self._weights.get(name)
-        fits = weight is not None and TensorSpec(tuple(weight.shape), weight.dtype) == spec
+        fits = weight is not None and TensorSpec.of(weight) == spec
         return weight if fits else self.zeros(spec)
 
     def zeros(self, spec: TensorSpec) -> Buffer:
@@ -95,7 +95,7 @@ class _Replay(Executable):
                 outputs = _XLAC._xla_user_computation(name, inputs, program)
             except RuntimeError as error:
                 raise CompileError(f"torch-xla cannot read function {function.name!r}: {error}") from error
-            given = [TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in outputs]
+            given = [TensorSpec.of(tensor) for tensor in outputs]
             if given != list(function.outputs.values()):
                 raise CompileError(
                     f"the program of function {function.name!r} gives {given}, expected {list(function.outputs.values())}"
@@ -190,8 +190,8 @@ def _lower(engine: TorchXlaEngine, draft: Draft, weights: Mapping[str, Buffer]) 
             constant = f"constants.{draft.name}.{len(constants)}.{next(_serial)}"
             constants[constant] = tensor.cpu()
             name = WEIGHT + constant
-        parameters[name] = TensorSpec(tuple(tensor.shape), tensor.dtype)
-    specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in outputs.items()}
+        parameters[name] = TensorSpec.of(tensor)
+    specs = {name: TensorSpec.of(tensor) for name, tensor in outputs.items()}
     aliases = {name: name for name in draft.kept if name in parameters}
     return Lowered(Function(draft.name, parameters, specs, aliases), stablehlo, hlo), constants
 
