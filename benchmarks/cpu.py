@@ -1,6 +1,6 @@
 """Decode speed on this machine's CPU, against transformers' own generate in the same run.
 
-    python benchmarks/cpu.py [--model FOLDER] [--cache 512 4096] [--tokens 100] [--rounds 3]
+    python benchmarks/cpu.py [--model FOLDER] [--backend openvino inductor] [--cache 512 4096] [--tokens 100] [--rounds 3]
 
 Prints a table of tokens per second and ratios: to transformers with its dynamic cache, and to the same
 backend at the smallest cache size. The rounds alternate between all contestants and the best of each
@@ -39,7 +39,7 @@ def session_seconds_per_token(session, ids, tokens):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
-    parser.add_argument("--backend", default="openvino")
+    parser.add_argument("--backend", nargs="+", default=["openvino"])
     parser.add_argument("--layout", default="ring")
     parser.add_argument("--cache", type=int, nargs="+", default=[512, 4096])
     parser.add_argument("--tokens", type=int, default=100)
@@ -50,30 +50,36 @@ def main():
     model, tokenizer = load_text_model(options.model)
     short = tokenizer("Once upon a time, in a village by the sea, there was", return_tensors="pt").input_ids
     sessions = {
-        length: Session(model, max_length=length, backend=options.backend, layout=options.layout)
+        (backend, length): Session(model, max_length=length, backend=backend, layout=options.layout)
+        for backend in options.backend
         for length in options.cache
     }
-    best: dict[str, float] = {}
+    best: dict[tuple[str, int], float] = {}
+    reference = ("transformers", 0)
 
     def keep(name, seconds):
         best[name] = min(seconds, best.get(name, seconds))
 
     for _ in range(options.rounds):
-        keep("transformers, dynamic cache", transformers_seconds_per_token(model, short, options.tokens))
-        for length, session in sessions.items():
+        keep(reference, transformers_seconds_per_token(model, short, options.tokens))
+        for name, session in sessions.items():
             ids = short
             if options.fill:
-                ids = short.repeat(1, length // short.shape[1] + 1)[:, : length - options.tokens - 1]
-            keep(f"staticgen, cache {length}", session_seconds_per_token(session, ids, options.tokens))
+                ids = short.repeat(1, name[1] // short.shape[1] + 1)[:, : name[1] - options.tokens - 1]
+            keep(name, session_seconds_per_token(session, ids, options.tokens))
 
-    base = best["transformers, dynamic cache"]
-    smallest = best[f"staticgen, cache {min(sessions)}"]
-    table = Table(title=f"{next(iter(sessions.values())).backend.description}, {torch.get_num_threads()} threads")
+    table = Table(title=f"{torch.get_num_threads()} threads")
     for column in ("", "ms/token", "tokens/s", "to transformers", "to smallest cache"):
         table.add_column(column)
     for name, seconds in best.items():
-        ratios = (f"{base / seconds:.2f}x", f"{smallest / seconds:.2f}x" if "staticgen" in name else "")
-        table.add_row(name, f"{1000 * seconds:.1f}", f"{1 / seconds:.1f}", *ratios)
+        backend, length = name
+        label, smaller = "transformers, dynamic cache", ""
+        if name in sessions:
+            label = f"staticgen, {sessions[name].backend.description}, cache {length}"
+            smaller = f"{best[backend, min(options.cache)] / seconds:.2f}x"
+        table.add_row(
+            label, f"{1000 * seconds:.1f}", f"{1 / seconds:.1f}", f"{best[reference] / seconds:.2f}x", smaller
+        )
     Console(width=110).print(table)
 
 
