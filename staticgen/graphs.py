@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.weak import TensorWeakRef
 
 _WARM_UPS = 2
 
@@ -19,11 +20,12 @@ class Graph(ABC):
     """Recorded work. What it reads and writes are the tensors that it was recorded with.
 
     Args:
+        work: what was recorded. It is not called again, and holds those tensors: a CUDA graph knows only where they are.
         inputs: tensors that every replay is given.
     """
 
-    def __init__(self, inputs: Sequence[torch.Tensor]):
-        self._inputs = inputs
+    def __init__(self, work: Callable[[], None], inputs: Sequence[torch.Tensor]):
+        self._work, self._inputs = work, inputs
 
     def replay(self, *given: torch.Tensor) -> None:
         """Copy ``given``, from any device, to the inputs, and run."""
@@ -85,9 +87,9 @@ class Graphs(ABC):
 class NullGraphs(Graphs):
     """Records and replays on the CPU, operation by operation, and is stricter than a GPU, so that errors show here.
 
-    Numbers of Python are those of the recording, as in a CUDA graph. Before a replay its outputs are spoilt, and
-    afterwards its inputs; new buffers are full of large numbers. What a capture on a GPU would refuse, or take in as
-    a copy from the host, raises a RuntimeError.
+    Numbers of Python are those of the recording, as in a CUDA graph, and a tensor that nobody else holds is gone. Before
+    a replay its outputs are spoilt, and afterwards its inputs; new buffers are full of large numbers. What a capture on
+    a GPU would refuse, or take in as a copy from the host, raises a RuntimeError.
 
     Args:
         free: what :meth:`free_bytes` says.
@@ -106,7 +108,7 @@ class NullGraphs(Graphs):
                 )
         spoil(inputs)
         spoil(outputs)
-        return _NullGraph(recorder.calls, inputs, outputs)
+        return _NullGraph(work, recorder.calls, inputs, outputs)
 
     def free_bytes(self) -> int | None:
         return self._free
@@ -122,8 +124,14 @@ def spoil(tensors: Sequence[torch.Tensor]) -> None:
 
 
 class _NullGraph(Graph):
-    def __init__(self, calls: Sequence[_Call], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]):
-        super().__init__(inputs)
+    def __init__(
+        self,
+        work: Callable[[], None],
+        calls: Sequence[_Call],
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+    ):
+        super().__init__(work, inputs)
         self._calls, self._outputs = calls, outputs
 
     @torch.no_grad()
@@ -134,6 +142,11 @@ class _NullGraph(Graph):
         def value(part: Any) -> Any:
             if isinstance(part, _Made):
                 return made[part.call][part.place]
+            if isinstance(part, TensorWeakRef):
+                tensor = part()
+                if tensor is None:
+                    raise RuntimeError("what was recorded reads a tensor that is gone: nobody has held it since")
+                return tensor
             return [value(each) for each in part] if isinstance(part, list) else part
 
         for call in self._calls:
@@ -169,7 +182,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         _refuse(func, args)
         leaves, form = tree_flatten((args, kwargs or {}))
-        kept = [self._made.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        kept = [self._kept(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         result = func(*args, **(kwargs or {}))
         results = tree_flatten(result)[0]
         self.calls.append(_Call(func, tree_unflatten(kept, form)))
@@ -178,6 +191,9 @@ class _Recorder(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self._made[id(tensor)] = _Made(len(self.calls) - 1, place)
         return result
+
+    def _kept(self, tensor: torch.Tensor) -> _Made | TensorWeakRef:
+        return self._made.get(id(tensor)) or TensorWeakRef(tensor)
 
 
 class _NoLists(TorchFunctionMode):

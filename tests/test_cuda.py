@@ -1,5 +1,6 @@
 """Backend ``cuda`` through the null graph, and, where there is a GPU, on it; and that the null graph sees errors."""
 
+import gc
 import importlib.util
 import json
 import sys
@@ -82,6 +83,16 @@ def test_numbers_of_python_are_those_of_the_recording():
     assert result.item() == 2.0
 
 
+def test_a_tensor_that_nobody_holds_is_gone():
+    held, result = [torch.ones(3)], torch.zeros(3)
+    graph = NullGraphs().record(lambda: nothing(result.copy_(held[0])), outputs=[result])
+    graph.replay()
+    assert result.tolist() == [1.0, 1.0, 1.0]
+    held.clear()
+    with pytest.raises(RuntimeError, match="reads a tensor that is gone"):
+        graph.replay()
+
+
 REFUSED = [
     (lambda a: nothing(a.copy_(a * a.sum().item())), "the host cannot ask for numbers"),
     (lambda a: nothing(a.copy_(a)) if a.any() else None, "the host cannot ask for numbers"),
@@ -108,6 +119,7 @@ def fails(tiny_llama, prompts, expected):
     """Whether a new session gives other tokens, or none."""
     try:
         session = Session(tiny_llama, max_length=24, batch_size=2, **NULL)
+        gc.collect()
         return new_tokens(session.generate(prompts, max_new_tokens=14), len(prompts[1])) != expected
     except (ArithmeticError, IndexError, RuntimeError):
         return True
@@ -127,12 +139,16 @@ def test_what_is_broken_on_purpose_is_seen(tiny_llama, monkeypatch):
     def keep_slots(self, slots):
         pass
 
+    def hold_nothing(self, work, inputs):
+        self._inputs = inputs
+
     put = KVMemory.put_
     changes = [
         (Graph, "replay", replay_without_inputs),
         (KVMemory, "put_", put_at_the_first_slot),
         (NullGraphs, "prepare_memory", lambda self, tensor: tensor.fill_(torch.nan)),
         (LoopState, "place", keep_slots),
+        (Graph, "__init__", hold_nothing),
     ]
     for change in changes:
         with monkeypatch.context() as patch:

@@ -56,15 +56,15 @@ class CudaGraphs(Graphs):
         # "thread_local": other threads may go on to allocate and to synchronise while this one records.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             work()
-        return _CudaGraph(graph, inputs)
+        return _CudaGraph(work, inputs, graph)
 
     def free_bytes(self) -> int | None:
         return torch.cuda.mem_get_info(self.device)[0]
 
 
 class _CudaGraph(Graph):
-    def __init__(self, graph: Any, inputs: Sequence[torch.Tensor]):
-        super().__init__(inputs)
+    def __init__(self, work: Callable[[], None], inputs: Sequence[torch.Tensor], graph: Any):
+        super().__init__(work, inputs)
         self._graph = graph
 
     def _run(self) -> None:
@@ -187,8 +187,11 @@ class CudaBackend(Backend):
         for name, tensor in exported.state_dict.items():
             place = f"{tensor.data_ptr()} {tuple(tensor.shape)} {tensor.stride()} {tensor.dtype}"  # tied ones move once
             if place not in self._weights:
-                self._weights[place] = tensor.detach().to(self._graphs.device)
+                self._weights[place] = tensor.detach().to(self._graphs.device, copy=True)
             exported.state_dict[name] = torch.nn.Parameter(self._weights[place], requires_grad=False)
+        for name, constant in exported.constants.items():
+            if isinstance(constant, torch.Tensor):
+                exported.constants[name] = constant.to(self._graphs.device, copy=True)
         moved: Any = move_to_device_pass(exported, str(self._graphs.device))
         takes_guards = "check_guards" in inspect.signature(moved.module).parameters
         module = moved.module(**({"check_guards": False} if takes_guards else {}))
