@@ -4,7 +4,7 @@ import gc
 import importlib.util
 import json
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import models
@@ -12,6 +12,8 @@ import pytest
 import torch
 from families import FAMILIES
 from models import new_tokens, random_prompt, reference
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from staticgen import (
     BackendUnavailableError,
@@ -177,6 +179,82 @@ def test_a_mask_that_lets_empty_slots_through_is_seen(tiny_llama, monkeypatch):
         )
         session = Session(other, max_length=24, **NULL)
     assert new_tokens(session.generate(prompt, max_new_tokens=8), 5) != [expected]
+
+
+class OnlyInScope(TorchDispatchMode):
+    """Refuses operations on a backend's own tensors outside of its scope, where a GPU would run them on another stream."""
+
+    def __init__(self, graphs):
+        super().__init__()
+        self.graphs, self.seen = graphs, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if self.graphs.own & {tensor.untyped_storage().data_ptr() for tensor in tensors}:
+            self.seen += 1
+            if not self.graphs.inside:
+                raise AssertionError(f"{func} outside of the backend's scope")
+        return func(*args, **(kwargs or {}))
+
+
+class ScopedGraphs(NullGraphs):
+    """Knows the tensors that are on the device, and whether it is in its scope."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.own, self._held = 0, set(), []
+
+    @contextmanager
+    def scope(self):
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
+
+    def own_all_of(self, session):
+        backend = session.backend
+        states = [tensor for state in backend._states.values() for tensor in tree_leaves(vars(state))]
+        programs = [
+            program for program in session._programs._programs.values() if isinstance(program, cuda.CudaProgram)
+        ]
+        memories = [
+            tensor for memory in backend._memory.values() for tensor in (*memory.buffers.stacks, *memory.slot_positions)
+        ]
+        buffers = [
+            tensor
+            for program in programs
+            for tensor in (program._logits, *program._new.stacks, *program._graph._inputs)
+        ]
+        tensors = [tensor for tensor in (*states, *memories, *buffers) if isinstance(tensor, torch.Tensor)]
+        self.own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        assert len(self.own) > 20
+
+
+def test_what_is_on_the_device_is_touched_in_its_scope_only(tiny_llama, monkeypatch):
+    """On a GPU the scope is a stream: what runs outside of it races with what runs inside."""
+    graphs = ScopedGraphs()
+    monkeypatch.setattr(cuda, "NullGraphs", lambda: graphs)
+    session = Session(tiny_llama, max_length=40, batch_size=2, cache_sizes=[20], prefix_cache=1 << 20, **NULL)
+    graphs.own_all_of(session)
+    prompts = [random_prompt(length) for length in (5, 12)]
+    expected = [reference(tiny_llama, prompt, 16) for prompt in prompts]
+    with OnlyInScope(graphs) as mode:
+        assert new_tokens(session.generate(prompts, max_new_tokens=16), 12) == expected
+        stream = session.stream(prompts, max_new_tokens=16)
+        assert [next(stream).tolist() for _ in range(3)] == [list(pair) for pair in zip(*expected, strict=True)][:3]
+        stream.close()
+        prefix = session.prefix(prompts[1][:8])
+        assert new_tokens(session.generate(prompts[1], prefix=prefix, max_new_tokens=16), 12) == expected[1:]
+        assert len(session.generate_many(prompts, max_new_tokens=4)) == 2
+        session.generate(prompts[0], max_new_tokens=8, num_beams=2)
+        session.generate(prompts[0], max_new_tokens=8, num_return_sequences=2, do_sample=True, repetition_penalty=1.1)
+        session.generate(prompts, max_new_tokens=40, overflow="slide")
+        session.set_cache_implementation("sink")
+        session.generate(prompts, max_new_tokens=40)
+        assert mode.seen > 1000
+        with pytest.raises(AssertionError, match="outside of the backend's scope"):
+            session.backend._states[2].token_ids.zero_()
 
 
 # The backend.
