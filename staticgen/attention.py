@@ -23,7 +23,7 @@ ATTENTION_NAME = "staticgen"
 # The score of what a query may not see: the lowest of float16, so that it stays finite on targets that compute
 # in it (a row of -inf would be NaN). It replaces the score; added to it, a large score would shine through.
 MASKED = -65504.0
-_PART = 128  # slots that attention "spread" sums at once
+_PART = 128  # slots of a part of attention "spread"
 
 # Attention arguments that would change the result and that this function does not implement.
 _REFUSED_ARGUMENTS = ("position_bias", "head_mask", "alibi")
@@ -229,36 +229,67 @@ def static_attention(
         )
         return output.reshape(batch, heads, tokens, output.shape[3]).transpose(1, 2).contiguous(), None
 
-    scores = query @ new_keys
-    if past_keys is not None:
-        scores = torch.cat([query @ past_keys, scores], dim=3)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    columns = scores.shape[3]
-    scores = scores.float().reshape(batch, kv_heads, group, tokens, columns)
-    if bias is not None:
-        scores = scores + bias.reshape(bias.shape[0], kv_heads, group, bias.shape[2], columns)
     # A model may drop all queries but the last (Gemma 4, in layers that cache nothing).
-    scores = scores.masked_fill(~step.mask(layer, sliding_window)[:, None, None, -tokens:], MASKED)
-    if s_aux is not None:
-        sink = s_aux.float().reshape(1, kv_heads, group, 1, 1).expand(batch, -1, -1, tokens, 1)
-        scores = torch.cat([scores, sink], dim=-1)
-    weights = torch.softmax(scores, dim=-1)[..., :columns].to(query.dtype)
-    weights = weights.reshape(batch, kv_heads, group * tokens, columns)
-    if past_values is not None:
-        slots = past_values.shape[2]
-        spread = step.form.attention == "spread" and tokens == 1 and slots % _PART == 0
-        past = _in_parts(weights[..., :slots], past_values) if spread else weights[..., :slots] @ past_values
-        output = past + weights[..., slots:] @ new_values
+    mask = step.mask(layer, sliding_window)[:, None, None, -tokens:]
+    sink = None if s_aux is None else s_aux.float().reshape(1, kv_heads, group, 1, 1).expand(batch, -1, -1, tokens, 1)
+
+    def finished(scores: torch.Tensor, columns: slice) -> torch.Tensor:
+        """Products with the keys of these columns, [B, K, G * T, n], as scores: float32 [B, K, G, T, n]."""
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.float().reshape(batch, kv_heads, group, tokens, -1)
+        if bias is not None:
+            scores = scores + bias.reshape(bias.shape[0], kv_heads, group, bias.shape[2], -1)[..., columns]
+        return scores.masked_fill(~mask[..., columns], MASKED)
+
+    if past_keys is None or past_values is None:
+        output = _weights(finished(query @ new_keys, slice(None)), sink, query) @ new_values
     else:
-        output = weights @ new_values
+        slots = past_values.shape[2]
+        past, new = query @ past_keys, query @ new_keys
+        if step.form.attention == "spread" and new_values.shape[2] == 1 and slots % _PART == 0:
+            alone = [finished(new, slice(slots, None)), *([] if sink is None else [sink])]
+            output = _in_parts(finished(past, slice(slots)), torch.cat(alone, dim=-1), past_values, new_values)
+        else:
+            weights = _weights(finished(torch.cat([past, new], dim=3), slice(None)), sink, query)
+            output = weights[..., :slots] @ past_values + weights[..., slots:] @ new_values
     return output.reshape(batch, heads, tokens, output.shape[3]).transpose(1, 2).contiguous(), None
 
 
-def _in_parts(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """``weights @ values``, [B, K, G, L] and [B, K, L, D], each part of the slots for itself."""
-    parts = weights.unflatten(3, (-1, _PART)).transpose(2, 3) @ values.unflatten(2, (-1, _PART))
-    return parts.float().sum(dim=2).to(values.dtype)
+def _weights(scores: torch.Tensor, sink: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor:
+    """The softmax of scores, float32 [B, K, G, T, n], as the query's dtype [B, K, G * T, n]; what a sink takes is gone."""
+    columns = scores.shape[-1]
+    if sink is not None:
+        scores = torch.cat([scores, sink], dim=-1)
+    return torch.softmax(scores, dim=-1)[..., :columns].to(query.dtype).reshape(*query.shape[:3], columns)
+
+
+def _in_parts(
+    past: torch.Tensor, alone: torch.Tensor, past_values: torch.Tensor, new_values: torch.Tensor
+) -> torch.Tensor:
+    """Attention of one token, each part of the slots with a softmax of its own, which the part's share then weighs.
+
+    As in flash-decoding (Dao, Haziza, Massa and Sizov 2023): as many parts run at once as there are.
+
+    Args:
+        past: scores of the past keys, float32 [B, K, G, 1, L].
+        alone: the score of the new key, and of a sink if there is one, float32 [B, K, G, 1, 1 or 2].
+        past_values: [B, K, L, D].
+        new_values: [B, K, 1, D].
+
+    Returns:
+        [B, K, G, D].
+    """
+    parts = past[:, :, :, 0].unflatten(-1, (-1, _PART))  # [B, K, G, P, slots of a part]
+    most = parts.amax(dim=-1, keepdim=True)
+    weights = (parts - most).exp()
+    sums = weights.sum(dim=-1, keepdim=True)
+    found = (weights / sums).to(past_values.dtype).transpose(2, 3) @ past_values.unflatten(2, (-1, _PART))
+    masses = (most + sums.log())[..., 0]
+    count = masses.shape[-1]
+    shares = torch.softmax(torch.cat([masses, alone[:, :, :, 0]], dim=-1), dim=-1)
+    past_part = (found.float() * shares[..., :count].transpose(2, 3)[..., None]).sum(dim=2)
+    return (past_part + shares[..., count : count + 1] * new_values).to(past_values.dtype)
 
 
 def _transposed(past_keys: torch.Tensor | None, already: bool) -> torch.Tensor | None:

@@ -35,8 +35,8 @@ class StepForm:
         attention: ``"split"`` multiplies the query with past and new keys apart and never joins the
             caches; ``"concat"`` joins past and new first, the form NPU compilers recognise; ``"sdpa"`` joins them for
             torch's ``scaled_dot_product_attention``, which holds no scores but has neither a softcap nor sinks.
-            ``"spread"`` is split, with the past values of one token summed in parts of 128 slots: a GPU would give their
-            one long sum to as few processors as there are rows and key heads.
+            ``"spread"`` is split, with the past of one token in parts of 128 slots, each with a softmax of its own: a GPU
+            would give one long softmax and sum to as few processors as there are rows and heads.
         transposed_keys: keys are cached as [B, K, D, L] instead of [B, K, L, D], which saves a
             transposition of the whole cache in every step.
         late_heads: queries and keys are turned, normed and scaled before heads and tokens change places,

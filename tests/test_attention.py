@@ -94,3 +94,49 @@ def test_an_argument_that_would_be_ignored_is_refused():
     query, past, new, positions, slots = case(4, 4)
     with pytest.raises(UnsupportedModelError, match="position_bias"):
         attend(FORMS[0], query, past, new, positions, slots, position_bias=torch.zeros(4))
+
+
+PARTS = {
+    "plain": {},
+    "window": {"sliding_window": 150},
+    "softcap": {"softcap": 2.0},
+    "sink": {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "bias": {"bias": torch.linspace(-3, 0, 4)[None, :, None, None] * torch.linspace(1, 0, 385)},
+}
+
+
+@pytest.mark.parametrize("arguments", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_parts(arguments, dtype):
+    """One token over three parts: one of them empty in the first row, half of one, and all three, in the second."""
+    torch.manual_seed(0)
+    past = [torch.randn(2, 2, 384, 8, dtype=dtype) for _ in range(2)]
+    new = [torch.randn(2, 2, 1, 8, dtype=dtype) for _ in range(2)]
+    query = 3 * torch.randn(2, 4, 1, 8, dtype=dtype)
+    held = torch.stack([torch.randperm(384), torch.full((384,), -1)])
+    held[0, 128:256] = -1
+    held[1, 40:104] = torch.arange(64)
+    positions = torch.tensor([[384], [64]])
+    output = attend(StepForm("spread"), query, past, new, positions, held, **arguments)
+
+    keys, values = (torch.cat(pair, 2).repeat_interleave(2, 1).double() for pair in zip(past, new, strict=True))
+    scores = query.double() @ keys.transpose(2, 3) * 8**-0.5
+    if softcap := arguments.get("softcap"):
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores + arguments.get("bias", 0)
+    columns = torch.cat([held, positions], 1)[:, None, None]
+    reach = arguments.get("sliding_window", 1000)
+    scores = scores.masked_fill((columns < 0) | (positions[:, None, None] - columns >= reach), -torch.inf)
+    if (sink := arguments.get("s_aux")) is not None:
+        scores = torch.cat([scores, sink.double()[None, :, None, None].expand(2, -1, 1, 1)], dim=3)
+    expected = (scores.softmax(dim=3)[..., :385] @ values).transpose(1, 2)
+    assert output.dtype == dtype
+    exact = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.02}
+    torch.testing.assert_close(output.double(), expected, **exact)
+
+
+def test_in_parts_a_row_that_may_see_nothing_stays_finite():
+    past, new = ([torch.full((1, 2, length, 8), 100.0) for _ in range(2)] for length in (256, 1))
+    nothing = torch.full((1, 1), -1), torch.full((1, 256), -1)
+    output = attend(StepForm("spread"), torch.ones(1, 4, 1, 8), past, new, *nothing)
+    assert torch.isfinite(output).all()

@@ -308,6 +308,18 @@ def test_forms_of_attention(tiny_llama, attention):
     assert new_tokens(output, 12) == [reference(tiny_llama, prompt, 12) for prompt in prompts]
 
 
+@pytest.mark.parametrize(
+    ("name", "variant"), [("Gemma 2", ""), ("Gemma 4", "shared keys"), ("Bloom", "6 heads"), ("GPT-OSS", "")]
+)
+def test_attention_in_parts(name, variant):
+    """With softcap, windows, ALiBi and a sink; over full parts, half empty ones and empty ones."""
+    model, prompts = build(name, variant), [random_prompt(length) for length in (3, 150)]
+    session = Session(model, max_length=384, batch_size=2, **{**NULL, "prefill_buckets": [64]})
+    output = session.generate(prompts, max_new_tokens=12)
+    assert session.stats.last.loop == "device"
+    assert new_tokens(output, 150) == [reference(model, prompt, 12) for prompt in prompts]
+
+
 def test_attention_that_sdpa_has_not_is_refused():
     with pytest.raises(UnsupportedModelError, match="softcap or a sink in its scores"):
         Session(build("Gemma 2", ""), max_length=24, backend_options={"attention": "sdpa"}, **NULL)
