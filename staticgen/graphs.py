@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import TensorWeakRef
 
 _WARM_UPS = 2
+_ROUNDS, _REPLAYS = 5, 8  # of a measurement
 
 
 class Graph(ABC):
@@ -31,10 +34,11 @@ class Graph(ABC):
         """Copy ``given``, from any device, to the inputs, and run."""
         for own, tensor in zip(self._inputs, given, strict=True):
             own.copy_(tensor)
-        self._run()
+        self.run()
 
     @abstractmethod
-    def _run(self) -> None: ...
+    def run(self) -> None:
+        """Run on what is in the inputs."""
 
 
 class Graphs(ABC):
@@ -74,6 +78,23 @@ class Graphs(ABC):
     def _record(
         self, work: Callable[[], None], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> Graph: ...
+
+    def seconds(self, graph: Graph) -> float:
+        """What a replay takes, one after the other as in the loop; the best of a few rounds."""
+        best = math.inf
+        with self.scope():
+            for _ in range(_ROUNDS):
+                self.synchronise()
+                start = time.perf_counter()
+                for _ in range(_REPLAYS):
+                    graph.run()
+                self.synchronise()
+                best = min(best, time.perf_counter() - start)
+        return best / _REPLAYS
+
+    def synchronise(self) -> None:
+        """Wait for all work that was started."""
+        return None
 
     @abstractmethod
     def free_bytes(self) -> int | None:
@@ -135,7 +156,7 @@ class _NullGraph(Graph):
         self._calls, self._outputs = calls, outputs
 
     @torch.no_grad()
-    def _run(self) -> None:
+    def run(self) -> None:
         spoil(self._outputs)
         made: list[list[Any]] = []
 

@@ -6,10 +6,13 @@ Weights, cache and all buffers are on the GPU, allocated once and owned here. Wh
 
 from __future__ import annotations
 
+import gc
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,9 +31,14 @@ if TYPE_CHECKING:
     from staticgen.step import Step
 
 # What backend_options may hold; the first of each is the default.
-_OPTIONS = {"compile": ("none", "inductor"), "attention": ("spread", "split", "concat", "sdpa")}
+_OPTIONS = {"compile": ("auto", "none", "inductor"), "attention": ("spread", "split", "concat", "sdpa")}
+# Inductor writes products with one row itself, in loops that it measures, instead of leaving them to a library that
+# reads weights at less than the memory's speed, and puts what comes before and after into the same kernels.
+_INDUCTOR: dict[str, Any] = {"coordinate_descent_tuning": True}
 # What kernels, graphs and the allocator take besides what is counted, as a part of it and in bytes.
 _SLACK, _CONTEXT = 1.05, 1 << 29
+
+logger = logging.getLogger("staticgen")
 
 _Compiled = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -54,12 +62,17 @@ class CudaGraphs(Graphs):
     ) -> Graph:
         graph = torch.cuda.CUDAGraph()
         # "thread_local": other threads may go on to allocate and to synchronise while this one records.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        mode = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+        with _no_collection(), torch.cuda.graph(graph, **mode):
             work()
         return _CudaGraph(work, inputs, graph)
 
+    def synchronise(self) -> None:
+        self._stream.synchronize()
+
     def free_bytes(self) -> int | None:
-        return torch.cuda.mem_get_info(self.device)[0]
+        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)  # torch gives it back
+        return torch.cuda.mem_get_info(self.device)[0] + kept
 
 
 class _CudaGraph(Graph):
@@ -67,12 +80,16 @@ class _CudaGraph(Graph):
         super().__init__(work, inputs)
         self._graph = graph
 
-    def _run(self) -> None:
+    def run(self) -> None:
         self._graph.replay()
 
 
 class CudaProgram(Program):
-    """A step of one size as a graph over the memory of its cache; and, for one token, the loop over it as well."""
+    """A step of one size as a graph over the memory of its cache; and, for one token, the loop over it as well.
+
+    Attributes:
+        graph: the step; its inputs are token ids, positions and first positions.
+    """
 
     def __init__(self, graphs: Graphs, step: StepFacts, shape: StepShape, compiled: _Compiled, memory: KVMemory):
         super().__init__(shape)
@@ -88,22 +105,18 @@ class CudaProgram(Program):
             for buffer, tensor in zip(outputs, compiled(*inputs, *past), strict=True):
                 buffer.copy_(tensor)
 
-        self._graph = graphs.record(work, inputs, outputs)
+        self.graph = graphs.record(work, inputs, outputs)
         self._loops: dict[bool, Graph] = {}
 
     def record_loop(self, graphs: Graphs, compiled: _Compiled, state: LoopState) -> None:
         """Record both ways to choose tokens."""
         for sampled in (False, True):
-
-            def work() -> None:
-                advance(compiled, state, self._memory, sampled)  # noqa: B023 - it is recorded before the next turn
-
-            self._loops[sampled] = graphs.record(work)
+            self._loops[sampled] = graphs.record(partial(advance, compiled, state, self._memory, sampled))
 
     def _run(self, inputs: tuple[torch.Tensor, ...], cache: KVCache) -> tuple[torch.Tensor, KVBuffers]:
         if cache.memory is not self._memory:
             raise ValueError(f"cache: the program {self.shape} is bound to the memory of its backend's own cache")
-        self._graph.replay(*inputs)
+        self.graph.replay(*inputs)
         return self._logits.to("cpu", copy=True), self._new
 
     def advance(self, sampled: bool) -> None:
@@ -113,9 +126,10 @@ class CudaProgram(Program):
 class CudaBackend(Backend):
     """``device`` is ``cuda``, ``cuda:1`` ..., or ``null``.
 
-    ``options``: ``{"compile": "inductor"}`` has ``torch.compile`` rewrite the step before it is recorded;
-    ``{"attention": "split"}``, ``"concat"`` or ``"sdpa"`` writes attention in another way than ``"spread"``; see
-    :class:`staticgen.shapes.StepForm`.
+    ``options``: ``compile`` says whether ``torch.compile`` rewrites a step before it is recorded: ``"none"``,
+    ``"inductor"``, or ``"auto"``, which records decode steps both ways and keeps what replays faster. It takes a minute
+    or so for each size of a large model, the first time; ``"none"`` takes seconds. ``attention`` is ``"spread"``,
+    ``"split"``, ``"concat"`` or ``"sdpa"``; see :class:`staticgen.shapes.StepForm`.
     """
 
     name = "cuda"
@@ -125,7 +139,7 @@ class CudaBackend(Backend):
         super().__init__((device or "cuda").lower(), options)
         self._options = _read_options(options or {})
         self.emulated = self.device == "null"
-        if self.emulated and self._options["compile"] != "none":
+        if self.emulated and self._options["compile"] == "inductor":
             raise ValueError(
                 "backend_options: compile='inductor' is not for device 'null', which cannot see what compiled code does"
             )
@@ -163,10 +177,10 @@ class CudaBackend(Backend):
 
     def compile(self, step: Step, shape: StepShape) -> Program:
         with self.scope(), _exact_float32():
-            compiled = self._on_device(step, shape)
+            module = self._on_device(step, shape)
             memory = self.memory(step, shape.batch, shape.cache_length)
             try:
-                program = CudaProgram(self._graphs, step, shape, compiled, memory)
+                program, compiled = self._record(step, shape, module, memory)
                 if shape.tokens == 1:
                     program.record_loop(self._graphs, compiled, self.loop_state(step, shape.batch))
             except RuntimeError as error:
@@ -175,6 +189,34 @@ class CudaBackend(Backend):
                 for held in memory.slot_positions:  # to record is to run on whatever was there
                     held.fill_(-1)
             return program
+
+    def _record(
+        self, step: Step, shape: StepShape, module: _Compiled, memory: KVMemory
+    ) -> tuple[CudaProgram, _Compiled]:
+        """A program, and what was recorded for it."""
+
+        def record(compiled: _Compiled) -> tuple[CudaProgram, _Compiled]:
+            return CudaProgram(self._graphs, step, shape, compiled, memory), compiled
+
+        asked = self._options["compile"]
+        if asked == "inductor":
+            return record(_rewritten(module))
+        written = record(module)
+        if asked == "none" or self.emulated or shape.tokens > 1:
+            return written
+        try:
+            rewritten = record(_rewritten(module))
+        except Exception as error:  # of torch.compile, which raises anything
+            logger.warning(
+                "the step %s runs as it is written, because torch.compile cannot rewrite it: %s", shape, error
+            )
+            return written
+        as_written, as_rewritten = (self._graphs.seconds(program.graph) for program, _ in (written, rewritten))
+        logger.info(
+            "the step %s takes %.3f ms as it is written and %.3f ms as torch.compile rewrites it; the faster is kept",
+            shape, 1000 * as_written, 1000 * as_rewritten,
+        )  # fmt: skip
+        return rewritten if as_rewritten < as_written else written
 
     def _on_device(self, step: Step, shape: StepShape) -> _Compiled:
         """The step as torch's own graph, which has no code of Python left, over weights on the device."""
@@ -194,10 +236,7 @@ class CudaBackend(Backend):
                 exported.constants[name] = constant.to(self._graphs.device, copy=True)
         moved: Any = move_to_device_pass(exported, str(self._graphs.device))
         takes_guards = "check_guards" in inspect.signature(moved.module).parameters
-        module = moved.module(**({"check_guards": False} if takes_guards else {}))
-        if self._options["compile"] == "inductor":
-            return torch.compile(module, fullgraph=True, dynamic=False)
-        return module
+        return moved.module(**({"check_guards": False} if takes_guards else {}))
 
     def reserve(self, step: StepFacts, batch: int, sizes: Sequence[tuple[int, int]]) -> None:
         free = self._graphs.free_bytes()
@@ -228,6 +267,11 @@ class CudaBackend(Backend):
             f"{available / 1e9:.3g} GB are free. "
             + (f"What would fit: {', or '.join(fits)}" if fits else "Not even one row of one token fits")
         )
+
+
+def _rewritten(module: _Compiled) -> _Compiled:
+    """What inductor makes of a module when it is first called."""
+    return torch.compile(module, fullgraph=True, dynamic=False, options=_INDUCTOR)
 
 
 def _bytes(step: StepFacts, rows: int, sizes: Sequence[tuple[int, int]]) -> int:
@@ -304,6 +348,18 @@ def _gathered_experts(model: Any) -> Iterator[None]:
         yield
     finally:
         change(before)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect no garbage: what is collected may be another graph, and to destroy one breaks a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager
