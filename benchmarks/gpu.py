@@ -60,6 +60,46 @@ class Figure:
     problem: str = ""
 
 
+def random_model(sizes):
+    """A Llama of these sizes with random weights, cheaply: a few million normal numbers over and over."""
+    config = transformers.LlamaConfig(
+        **sizes, max_position_embeddings=32768, pad_token_id=0, eos_token_id=None, bos_token_id=1
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    model = model.to_empty(device="cpu").eval()
+    model.tie_weights()
+    generator = torch.Generator().manual_seed(0)
+    block = torch.randn(1 << 22, generator=generator).mul_(0.02).to(torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1)
+                continue
+            flat = parameter.view(-1)
+            for begin in range(0, flat.numel(), block.numel()):
+                flat[begin : begin + block.numel()].copy_(block[: flat.numel() - begin])
+    # Buffers that to_empty left unset.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    return model
+
+
+def bytes_per_step(model, rows, cache):
+    """What a decode step must read: every weight but the embedding's other rows, and the cache."""
+    config = model.config
+    weights = {id(p): p.nbytes for p in model.parameters()}
+    if not config.tie_word_embeddings:
+        weights.pop(id(model.get_input_embeddings().weight))
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    keys = 2 * config.num_hidden_layers * config.num_key_value_heads * head * 2
+    return sum(weights.values()) + keys * rows * cache
+
+
 class Bench:
     def __init__(self, options):
         self.tiny, self.options = options.tiny, options
@@ -111,7 +151,14 @@ class Bench:
             try:
                 model = family.build(variant)
                 prompts = [random_prompt(length) for length in (3, 12)]
-                session = Session(model, max_length=32, batch_size=2, prefill_buckets=[16], **self.target)
+                session = Session(
+                    model,
+                    max_length=32,
+                    batch_size=2,
+                    prefill_buckets=BUCKETS,
+                    backend_options={"compile": "none"},
+                    **self.target,
+                )
                 found = new_tokens(session.generate(prompts, max_new_tokens=12), 12)
                 if session.stats.last.loop != "device":
                     wrong[family.name] = session.stats.last.loop_reason
@@ -122,43 +169,6 @@ class Bench:
             except Exception as error:
                 wrong[family.name] = f"{type(error).__name__}: {error}"[:300]
         return wrong, good
-
-    def model(self, name):
-        """Random weights, cheaply: a few million normal numbers over and over."""
-        sizes = {**(TINY if self.tiny else LLAMAS[name]), "max_position_embeddings": 32768}
-        config = transformers.LlamaConfig(**sizes, pad_token_id=0, eos_token_id=None, bos_token_id=1)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            with torch.device("meta"):
-                model = transformers.LlamaForCausalLM(config)
-        finally:
-            torch.set_default_dtype(before)
-        model = model.to_empty(device="cpu").eval()
-        model.tie_weights()
-        generator = torch.Generator().manual_seed(0)
-        block = torch.randn(1 << 22, generator=generator).mul_(0.02).to(torch.bfloat16)
-        with torch.no_grad():
-            for name_, parameter in model.named_parameters():
-                if name_.endswith("norm.weight"):
-                    parameter.fill_(1)
-                    continue
-                flat = parameter.view(-1)
-                for begin in range(0, flat.numel(), block.numel()):
-                    flat[begin : begin + block.numel()].copy_(block[: flat.numel() - begin])
-        # Buffers that to_empty left unset.
-        model.model.rotary_emb = type(model.model.rotary_emb)(config)
-        return model
-
-    def bytes_per_step(self, model, rows, cache):
-        """What a decode step must read: every weight but the embedding's other rows, and the cache."""
-        config = model.config
-        weights = {id(p): p.nbytes for p in model.parameters()}
-        if not config.tie_word_embeddings:
-            weights.pop(id(model.get_input_embeddings().weight))
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        keys = 2 * config.num_hidden_layers * config.num_key_value_heads * head * 2
-        return sum(weights.values()) + keys * rows * cache
 
     def staticgen(self, model, rows, cache, compiler, figure):
         session = Session(
@@ -232,7 +242,7 @@ class Bench:
     def speed(self, bandwidth):
         cases = [(name, rows, 32) for name, rows, _ in CASES[:1]] if self.tiny else CASES
         names = list(dict.fromkeys(name for name, _, _ in cases))
-        models = {name: self.model(name) for name in names}
+        models = {name: random_model(TINY if self.tiny else LLAMAS[name]) for name in names}
         # Each contestant's weights are on the GPU while it runs, and no longer.
         for case in cases:
             self.compare(case, models[case[0]], bandwidth)
@@ -240,7 +250,7 @@ class Bench:
     def compare(self, case, model, bandwidth):
         """All contestants at one size."""
         _, rows, cache = case
-        needed = self.bytes_per_step(model, rows, cache)
+        needed = bytes_per_step(model, rows, cache)
         for compiler in self.options.compile:
             runtime = "staticgen cuda" + (f", compile={compiler}" if compiler != "none" else "")
             work = partial(self.staticgen, model, rows, cache, compiler)

@@ -39,12 +39,20 @@ class LoopState:
         fill: int64 [1], what stands after the end of a row.
         temperature, top_p, min_p: float32 [1]. top_k: int64 [1].
         seed, drawn: int64 [1], of the random numbers: where they begin, and how many each row has had.
-        runs_ahead: more steps may be started before the tokens of the last ones are looked at.
+
+    Args:
+        fetch: starts a copy of a tensor to the CPU, and gives what waits for it; by default it is there at once.
     """
 
-    runs_ahead = False
+    def __init__(
+        self,
+        batch: int,
+        windows: Sequence[int | None],
+        device: torch.device,
+        fetch: Callable[[torch.Tensor], Callable[[], torch.Tensor]] | None = None,
+    ):
+        self._fetch = fetch_now if fetch is None else fetch
 
-    def __init__(self, batch: int, windows: Sequence[int | None], device: torch.device):
         def whole(*size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int64, device=device)
 
@@ -89,6 +97,12 @@ class LoopState:
         self.seed.fill_(signed(seed))
         self.drawn.fill_(drawn)
 
+    def start_over(self) -> None:
+        """Be where nothing was generated: what a loop can be recorded from."""
+        self.position_ids.zero_()
+        self.column.zero_()
+        self.place([0] * len(self.slots))
+
     def place(self, slots: Sequence[int]) -> None:
         """The slot that the next token takes, for each window of the cache that the next step runs over."""
         for own, slot in zip(self.slots, slots, strict=True):
@@ -100,13 +114,19 @@ class LoopState:
         Returns:
             what waits for them and gives them, int64 [count, B] on the CPU.
         """
-        tokens = self.generated.to("cpu", copy=True)[self._note_made(count)]
-        return lambda: tokens
+        rows, wait = self._note_made(count), self._fetch(self.generated)
+        return lambda: wait()[rows]
 
     def _note_made(self, count: int) -> list[int]:
         """The rows of :attr:`generated` that the newest ``count`` steps went to."""
         self._made += count
         return [step % LOOK_EVERY for step in range(self._made - count, self._made)]
+
+
+def fetch_now(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Copy a tensor to the CPU at once; gives what gives it."""
+    copy = tensor.to("cpu", copy=True)
+    return lambda: copy
 
 
 def advance(

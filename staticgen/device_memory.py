@@ -262,8 +262,6 @@ class DeviceLoopState(LoopState):
         held: what the device has, by the names of :mod:`staticgen.device_functions`; None before the first step.
     """
 
-    runs_ahead = True
-
     def __init__(self, engine: Engine, batch: int, windows: Sequence[int | None]):
         self._engine = engine
         self.held: Held | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from abc import ABC, abstractmethod
@@ -15,8 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import TensorWeakRef
 
+from staticgen.device_loop import fetch_now
+
 _WARM_UPS = 2
-_ROUNDS, _REPLAYS = 5, 8  # of a measurement
+_ROUNDS, _REPLAYS = 10, 8  # of a measurement
 
 
 class Graph(ABC):
@@ -79,22 +82,31 @@ class Graphs(ABC):
         self, work: Callable[[], None], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> Graph: ...
 
-    def seconds(self, graph: Graph) -> float:
-        """What a replay takes, one after the other as in the loop; the best of a few rounds."""
-        best = math.inf
+    def seconds(self, graphs: Sequence[Graph]) -> list[float]:
+        """What a replay of each takes, one after the other as in the loop: the best of some rounds, taken in turns."""
+        best = [math.inf] * len(graphs)
         with self.scope():
             for _ in range(_ROUNDS):
-                self.synchronise()
-                start = time.perf_counter()
-                for _ in range(_REPLAYS):
-                    graph.run()
-                self.synchronise()
-                best = min(best, time.perf_counter() - start)
-        return best / _REPLAYS
+                for place, graph in enumerate(graphs):
+                    self.synchronise()
+                    start = time.perf_counter()
+                    for _ in range(_REPLAYS):
+                        graph.run()
+                    self.synchronise()
+                    best[place] = min(best[place], (time.perf_counter() - start) / _REPLAYS)
+        return best
 
     def synchronise(self) -> None:
         """Wait for all work that was started."""
         return None
+
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start a copy of a tensor to the CPU, of what it is after the work before; gives what waits for it."""
+        return fetch_now(tensor)
+
+    def give_back(self) -> None:
+        """Free what nobody holds any more, as far as it is known only later."""
+        gc.collect()
 
     @abstractmethod
     def free_bytes(self) -> int | None:

@@ -17,6 +17,8 @@ from staticgen.device_loop import LOOK_EVERY, MOST_EOS, LoopState
 from staticgen.prefix_cache import Recorder
 from staticgen.sampling import row_processors
 
+_AHEAD = 2  # pieces of work that are started before the first is looked at
+
 # What the loop on the device does not know, by the value that asks for nothing.
 _HOST_ONLY: dict[str, Any] = {
     "typical_p": 1.0,
@@ -74,7 +76,7 @@ class HostLoop:
 class DeviceLoop:
     """Has the device make some tokens of every row, and hands them out one after the other.
 
-    Where the device can run ahead, the next tokens are in the making while these are looked at.
+    The device runs ahead: the next tokens are in the making while these are looked at.
     """
 
     def __init__(self, call: Call, context: CachedContext, recorder: Recorder | None):
@@ -101,7 +103,7 @@ class DeviceLoop:
     def _run(self) -> None:
         start = time.perf_counter()
         state = self._begin() if self._state is None else self._state
-        while self._left and len(self._started) < (2 if state.runs_ahead else 1):
+        while self._left and len(self._started) < _AHEAD:
             count = min(LOOK_EVERY, self._left)
             self._started.append((count, self._context.launch(state, count, self._call.settings.do_sample)))
             self._left -= count

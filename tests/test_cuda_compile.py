@@ -15,6 +15,7 @@ from staticgen.backends import cuda
 from staticgen.graphs import Graph, Graphs
 
 SIZES = {"backend": "cuda", "device": "cuda", "prefill_buckets": [8], "cache_sizes": [24], "max_length": 48}
+AUTO = {**SIZES, "backend_options": {"compile": "auto"}}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -72,7 +73,7 @@ def test_inductor_rewrites_every_size(tiny_llama):
 
 def test_none_rewrites_nothing(tiny_llama):
     before = graphs_made()
-    Session(tiny_llama, backend_options={"compile": "none"}, **SIZES)
+    Session(tiny_llama, **SIZES)  # the default
     assert graphs_made() == before
 
 
@@ -80,18 +81,17 @@ def test_none_rewrites_nothing(tiny_llama):
 def test_auto_keeps_of_each_decode_step_what_replays_faster(tiny_llama, monkeypatch, caplog, faster):
     measured = []
 
-    def seconds(self, graph):
-        measured.append(graph)
-        rewritten = len(measured) % 2 == 0
-        return 1e-3 if rewritten == (faster != "as it is written") else 2e-3
+    def seconds(self, graphs):
+        measured.append(graphs)
+        return [1e-3, 2e-3] if faster == "as it is written" else [2e-3, 1e-3]
 
     monkeypatch.setattr(Graphs, "seconds", seconds)
     made, breaks = graphs_made()
     with caplog.at_level(logging.INFO, logger="staticgen"):
-        session = Session(tiny_llama, batch_size=2, **SIZES)
+        session = Session(tiny_llama, batch_size=2, **AUTO)
     assert graphs_made() == (made + 2, breaks)  # decode only
     kept = [program.graph for shape, program in session._programs._programs.items() if shape.tokens == 1]
-    assert kept == (measured[::2] if faster == "as it is written" else measured[1::2])
+    assert kept == [graphs[faster != "as it is written"] for graphs in measured]
     assert sum("2.000 ms" in record.message and "1.000 ms" in record.message for record in caplog.records) == 2
     check(session, tiny_llama)
 
@@ -109,7 +109,7 @@ def test_auto_measures(tiny_llama, monkeypatch):
         return run
 
     monkeypatch.setattr(cuda, "_rewritten", slowed)
-    session = Session(tiny_llama, **{**SIZES, "cache_sizes": []})
+    session = Session(tiny_llama, **{**AUTO, "cache_sizes": []})
     count = len(runs)
     assert count > 20
     prompt = random_prompt(5)
@@ -118,12 +118,12 @@ def test_auto_measures(tiny_llama, monkeypatch):
 
 
 def test_what_torch_cannot_rewrite(tiny_llama, monkeypatch, caplog):
-    def refuse(module):
+    def refuse(*given):
         raise RuntimeError("no compiler is here")
 
-    monkeypatch.setattr(cuda, "_rewritten", refuse)
+    monkeypatch.setattr(cuda, "_rewritten", lambda module: refuse)
     with caplog.at_level(logging.WARNING, logger="staticgen"):
-        session = Session(tiny_llama, batch_size=2, **SIZES)
+        session = Session(tiny_llama, batch_size=2, **AUTO)
     assert sum("cannot rewrite it: no compiler is here" in record.message for record in caplog.records) == 2
     check(session, tiny_llama)
     with pytest.raises(CompileError, match=r"cannot record the step .* no compiler is here"):

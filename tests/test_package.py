@@ -14,7 +14,7 @@ import staticgen
 ROOT = Path(__file__).parent.parent
 # Each module may import those before it, never one after it.
 ORDER = [
-    "errors", "graphs", "machine", "devices", "shapes", "masks", "feeds", "spans", "registry", "stats", "layouts", "rotary", "cache", "device_loop", "growth", "prompts", "ready", "prefix_cache",
+    "errors", "machine", "devices", "shapes", "masks", "feeds", "spans", "registry", "stats", "layouts", "rotary", "cache", "device_loop", "graphs", "growth", "prompts", "ready", "prefix_cache",
     "decoding", "constraints", "sampling", "calls", "profiles", "identity", "facts", "attention", "legacy", "step", "fed", "backends.base", "bundle", "compile_cache", "functions", "device_functions", "engines", "device_memory", "jax_programs", "jax_engine", "compiled", "models", "backends",
     "backends.eager", "backends.inductor", "backends.cuda", "backends.hlo", "backends.xla_engine", "backends.xla", "backends.jax", "backends.intel_npu", "backends.ir_rewrites", "backends.ir", "backends.openvino", "backends.npu", "limits", "sources", "programs", "contexts", "loops", "prefixes",
     "request", "beams", "many", "progress", "holding", "session", "certificate", "generation", "custom", "text", "detokenize", "completions", "outline", "buckets", "measuring", "planning", "", "flags", "terminal",

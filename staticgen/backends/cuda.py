@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 
 from staticgen.backends.base import Backend, Program
@@ -31,12 +33,15 @@ if TYPE_CHECKING:
     from staticgen.step import Step
 
 # What backend_options may hold; the first of each is the default.
-_OPTIONS = {"compile": ("auto", "none", "inductor"), "attention": ("spread", "split", "concat", "sdpa")}
+_OPTIONS = {"compile": ("none", "auto", "inductor"), "attention": ("spread", "split", "concat", "sdpa")}
 # Inductor writes products with one row itself, in loops that it measures, instead of leaving them to a library that
 # reads weights at less than the memory's speed, and puts what comes before and after into the same kernels.
-_INDUCTOR: dict[str, Any] = {"coordinate_descent_tuning": True}
+INDUCTOR: dict[str, Any] = {"coordinate_descent_tuning": True}
 # What kernels, graphs and the allocator take besides what is counted, as a part of it and in bytes.
 _SLACK, _CONTEXT = 1.05, 1 << 29
+_WORTH_IT = 0.97  # of the time of the step as it is written; less is noise
+
+_recording = threading.RLock()  # two recordings in one process break each other, and both want settings of the process
 
 logger = logging.getLogger("staticgen")
 
@@ -49,11 +54,17 @@ class CudaGraphs(Graphs):
     def __init__(self, device: torch.device):
         self.device = device
         self._stream: Any = torch.cuda.Stream(device)
+        # Recorded where nothing else runs. A product's workspace belongs to its stream, and torch frees it when any graph
+        # recorded there goes, or when cudagraph trees ask: first made while recording, it is in the pool of the graphs that
+        # use it, and stays theirs. Few have streams of high priority, of which torch hands out the same few again.
+        self._recording: Any = torch.cuda.Stream(device, priority=-1)
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        # A stream of its own: whatever stream the caller is in, work of this session is in one order.
+        # A stream of its own: whatever stream the caller is in, work of this session is in one order, and after the
+        # caller's, whose processors may look at tensors that are still in the making.
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             yield
 
@@ -61,14 +72,30 @@ class CudaGraphs(Graphs):
         self, work: Callable[[], None], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> Graph:
         graph = torch.cuda.CUDAGraph()
-        # "thread_local": other threads may go on to allocate and to synchronise while this one records.
-        mode = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+        # "thread_local": other threads may go on to allocate. What waits for the whole device breaks a recording all the same.
+        mode = {"pool": self._pool, "stream": self._recording, "capture_error_mode": "thread_local"}
         with _no_collection(), torch.cuda.graph(graph, **mode):
             work()
         return _CudaGraph(work, inputs, graph)
 
     def synchronise(self) -> None:
         self._stream.synchronize()
+
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)  # or the copy would wait
+        host.copy_(tensor, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(self._stream)
+
+        def wait() -> torch.Tensor:
+            copied.synchronize()
+            return host
+
+        return wait
+
+    def give_back(self) -> None:
+        super().give_back()
+        torch.cuda.empty_cache()
 
     def free_bytes(self) -> int | None:
         kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)  # torch gives it back
@@ -94,12 +121,11 @@ class CudaProgram(Program):
     def __init__(self, graphs: Graphs, step: StepFacts, shape: StepShape, compiled: _Compiled, memory: KVMemory):
         super().__init__(shape)
         device, self._memory = graphs.device, memory
-        size = (shape.batch, shape.tokens)
-        inputs = [torch.zeros(size, dtype=torch.int64, device=device) for _ in range(3)]
+        inputs = _new_inputs(shape, device)
         self._logits = torch.zeros(shape.batch, step.logits_size, dtype=torch.float32, device=device)
         self._new = KVBuffers(step.cache_spec, shape.batch, shape.tokens, device=device)
         outputs = [self._logits, *self._new.keys, *self._new.values]
-        past = (*memory.slot_positions, *memory.buffers.keys, *memory.buffers.values)
+        past = _past(memory)
 
         def work() -> None:
             for buffer, tensor in zip(outputs, compiled(*inputs, *past), strict=True):
@@ -126,9 +152,9 @@ class CudaProgram(Program):
 class CudaBackend(Backend):
     """``device`` is ``cuda``, ``cuda:1`` ..., or ``null``.
 
-    ``options``: ``compile`` says whether ``torch.compile`` rewrites a step before it is recorded: ``"none"``,
-    ``"inductor"``, or ``"auto"``, which records decode steps both ways and keeps what replays faster. It takes a minute
-    or so for each size of a large model, the first time; ``"none"`` takes seconds. ``attention`` is ``"spread"``,
+    ``options``: ``compile`` says whether ``torch.compile`` rewrites a step before it is recorded, which takes minutes for
+    a large model, the first time: ``"none"``, ``"inductor"``, or ``"auto"``, which records decode steps both ways and
+    keeps what replays faster. ``attention`` is ``"spread"``,
     ``"split"``, ``"concat"`` or ``"sdpa"``; see :class:`staticgen.shapes.StepForm`.
     """
 
@@ -172,17 +198,19 @@ class CudaBackend(Backend):
 
     def loop_state(self, step: StepFacts, batch: int) -> LoopState:
         if batch not in self._states:
-            self._states[batch] = LoopState(batch, step.cache_spec.windows, self._graphs.device)
+            self._states[batch] = LoopState(batch, step.cache_spec.windows, self._graphs.device, self._graphs.fetch)
         return self._states[batch]
 
     def compile(self, step: Step, shape: StepShape) -> Program:
-        with self.scope(), _exact_float32():
-            module = self._on_device(step, shape)
+        with _recording, self.scope(), _own_settings():
+            module = on_device(exported(step, shape), self._graphs.device, self._weights)
             memory = self.memory(step, shape.batch, shape.cache_length)
             try:
                 program, compiled = self._record(step, shape, module, memory)
                 if shape.tokens == 1:
-                    program.record_loop(self._graphs, compiled, self.loop_state(step, shape.batch))
+                    state = self.loop_state(step, shape.batch)
+                    state.start_over()
+                    program.record_loop(self._graphs, compiled, state)
             except RuntimeError as error:
                 raise CompileError(f"backend 'cuda' cannot record the step {shape} in {step.dtype}: {error}") from error
             finally:
@@ -204,74 +232,101 @@ class CudaBackend(Backend):
         written = record(module)
         if asked == "none" or self.emulated or shape.tokens > 1:
             return written
-        try:
-            rewritten = record(_rewritten(module))
+        compiled = _rewritten(module)
+        try:  # before it is recorded, since nothing can go on after a recording that failed
+            with torch.no_grad():
+                compiled(*_new_inputs(shape, self._graphs.device), *_past(memory))
         except Exception as error:  # of torch.compile, which raises anything
             logger.warning(
                 "the step %s runs as it is written, because torch.compile cannot rewrite it: %s", shape, error
             )
             return written
-        as_written, as_rewritten = (self._graphs.seconds(program.graph) for program, _ in (written, rewritten))
+        rewritten = record(compiled)
+        seconds = self._graphs.seconds([written[0].graph, rewritten[0].graph])
         logger.info(
-            "the step %s takes %.3f ms as it is written and %.3f ms as torch.compile rewrites it; the faster is kept",
-            shape, 1000 * as_written, 1000 * as_rewritten,
+            "the step %s takes %.3f ms as it is written and %.3f ms as torch.compile rewrites it",
+            shape, *(1000 * each for each in seconds),
         )  # fmt: skip
-        return rewritten if as_rewritten < as_written else written
-
-    def _on_device(self, step: Step, shape: StepShape) -> _Compiled:
-        """The step as torch's own graph, which has no code of Python left, over weights on the device."""
-        try:
-            with torch.no_grad(), _gathered_experts(step.model):
-                exported = torch.export.export(step, step.example_inputs(shape), strict=False)
-        except Exception as error:  # of export, which raises anything
-            raise CompileError(f"torch cannot export the step {shape} in {step.dtype}: {error}") from error
-        exported._example_inputs = None  # a cache on the CPU, which would be moved as well
-        for name, tensor in exported.state_dict.items():
-            place = f"{tensor.data_ptr()} {tuple(tensor.shape)} {tensor.stride()} {tensor.dtype}"  # tied ones move once
-            if place not in self._weights:
-                self._weights[place] = tensor.detach().to(self._graphs.device, copy=True)
-            exported.state_dict[name] = torch.nn.Parameter(self._weights[place], requires_grad=False)
-        for name, constant in exported.constants.items():
-            if isinstance(constant, torch.Tensor):
-                exported.constants[name] = constant.to(self._graphs.device, copy=True)
-        moved: Any = move_to_device_pass(exported, str(self._graphs.device))
-        takes_guards = "check_guards" in inspect.signature(moved.module).parameters
-        return moved.module(**({"check_guards": False} if takes_guards else {}))
+        return rewritten if seconds[1] < _WORTH_IT * seconds[0] else written
 
     def reserve(self, step: StepFacts, batch: int, sizes: Sequence[tuple[int, int]]) -> None:
-        free = self._graphs.free_bytes()
-        if free is None:
+        if self._graphs.free_bytes() is None:
             return
         held = sum(memory.buffers.nbytes for memory in self._memory.values()) + sum(
             tensor.nbytes for tensor in self._weights.values()
         )
-        weights, available = _weight_bytes(step), free + held
+        weights = _weight_bytes(step)
 
-        def needed(rows: int, longest: int) -> int:
-            fitted = [(min(tokens, longest), min(length, longest)) for tokens, length in sizes]
+        def available() -> int:
+            return (self._graphs.free_bytes() or 0) + held
+
+        def needed(rows: int, longest: int, bucket: int) -> int:
+            fitted = [(min(tokens, longest, bucket), min(length, longest)) for tokens, length in sizes]
             return int((weights + _bytes(step, rows, fitted)) * _SLACK) + _CONTEXT
 
-        longest = max(max(size) for size in sizes)
-        total = needed(batch, longest)
-        if total <= available:
+        longest, bucket = max(max(size) for size in sizes), max(tokens for tokens, _ in sizes)
+        total = needed(batch, longest, bucket)
+        if total <= available():
             return
-        rows = largest_that_fits(1, batch, lambda count: needed(count, longest) <= available)
-        length = largest_that_fits(1, longest, lambda count: needed(batch, count) <= available)
+        self._graphs.give_back()  # sessions that are gone hold their weights until their cycles are collected
+        room = available()
+        if total <= room:
+            return
+        rows = largest_that_fits(1, batch, lambda count: needed(count, longest, bucket) <= room)
+        length = largest_that_fits(1, longest, lambda count: needed(batch, count, bucket) <= room)
+        tokens = largest_that_fits(1, bucket, lambda count: needed(batch, longest, count) <= room)
         fits = [f"batch_size={rows} with this max_length"] * bool(rows)
         fits += [f"max_length={length} with this batch_size"] * bool(length)
+        fits += [f"prefill_buckets=[{tokens}] with both"] * bool(tokens)
         spec = step.cache_spec
         cache = sum(spec.nbytes(batch, slots) for slots in {slots for _, slots in sizes})
         raise DoesNotFitError(
             f"batch_size={batch} and max_length={longest} need {total / 1e9:.3g} GB on {self.description}: weights "
             f"{weights / 1e9:.3g}, cache {cache / 1e9:.3g}, the rest for what steps compute in between; "
-            f"{available / 1e9:.3g} GB are free. "
+            f"{room / 1e9:.3g} GB are free. "
             + (f"What would fit: {', or '.join(fits)}" if fits else "Not even one row of one token fits")
         )
 
 
+def exported(step: Step, shape: StepShape) -> ExportedProgram:
+    """The step at one size as a graph of torch's own, which has no code of Python left."""
+    try:
+        with torch.no_grad(), _gathered_experts(step.model):
+            program = torch.export.export(step, step.example_inputs(shape), strict=False)
+    except Exception as error:  # of export, which raises anything
+        raise CompileError(f"torch cannot export the step {shape} in {step.dtype}: {error}") from error
+    program._example_inputs = None  # a cache on the CPU, which would be moved as well
+    return program
+
+
+def on_device(program: ExportedProgram, device: torch.device, weights: dict[str, torch.Tensor]) -> Any:
+    """An exported step, to be called, with copies of its tensors on a device; ``weights`` are those that are there already."""
+    for name, tensor in program.state_dict.items():
+        place = f"{tensor.data_ptr()} {tuple(tensor.shape)} {tensor.stride()} {tensor.dtype}"  # tied ones move once
+        if place not in weights:
+            weights[place] = tensor.detach().to(device, copy=True)
+        program.state_dict[name] = torch.nn.Parameter(weights[place], requires_grad=False)
+    for name, constant in program.constants.items():
+        if isinstance(constant, torch.Tensor):
+            program.constants[name] = constant.to(device, copy=True)
+    moved: Any = move_to_device_pass(program, str(device))
+    takes_guards = "check_guards" in inspect.signature(moved.module).parameters
+    return moved.module(**({"check_guards": False} if takes_guards else {}))
+
+
+def _new_inputs(shape: StepShape, device: torch.device) -> list[torch.Tensor]:
+    """Token ids, positions and first positions of a step."""
+    return [torch.zeros(shape.batch, shape.tokens, dtype=torch.int64, device=device) for _ in range(3)]
+
+
+def _past(memory: KVMemory) -> tuple[torch.Tensor, ...]:
+    """The other inputs of a step."""
+    return (*memory.slot_positions, *memory.buffers.keys, *memory.buffers.values)
+
+
 def _rewritten(module: _Compiled) -> _Compiled:
     """What inductor makes of a module when it is first called."""
-    return torch.compile(module, fullgraph=True, dynamic=False, options=_INDUCTOR)
+    return torch.compile(module, fullgraph=True, dynamic=False, options=INDUCTOR)
 
 
 def _bytes(step: StepFacts, rows: int, sizes: Sequence[tuple[int, int]]) -> int:
@@ -363,11 +418,17 @@ def _no_collection() -> Iterator[None]:
 
 
 @contextmanager
-def _exact_float32() -> Iterator[None]:
-    """Record float32 products that are not rounded to TF32, whatever the caller has set."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+def _own_settings() -> Iterator[None]:
+    """Record the step in its own dtype, with float32 products that are not rounded to TF32, whatever the caller has set."""
+    products: Any = torch.backends.cuda.matmul
+    change: Callable[[str], None] = torch.set_float32_matmul_precision
     try:
-        yield
+        before, exact = torch.get_float32_matmul_precision(), "highest"
+    except RuntimeError:  # the caller has used torch's newer names, after which it does not tell by the older
+        before, exact, change = products.fp32_precision, "ieee", partial(setattr, products, "fp32_precision")
+    change(exact)
+    try:
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+            yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        change(before)
