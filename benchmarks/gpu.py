@@ -5,7 +5,9 @@
 First every model family, tiny and in float32, token for token against transformers. Then decode of Llama-like
 models with random weights in bfloat16 (1B and 8B; 1, 8 and 32 rows; caches of 2048 and 16384 slots, over which every
 step attends): staticgen, transformers with its static cache and torch.compile, and transformers with its dynamic
-cache and a prompt that fills it as far. What does not fit in the seconds is listed as not run, the most telling first.
+cache and a prompt that fills it as far. All are timed by the clock around a long call less a short one. The most telling
+comes first: two cases with all that is asked for, then the others without inductor, then inductor for those. What does not
+fit in the seconds is listed as not run; the JSON file is written anew after every figure.
 ``--tiny`` runs the same code on the CPU through the null graph, with tiny models; its times mean nothing.
 """
 
@@ -108,6 +110,7 @@ class Bench:
         self.target = {"backend": "cuda", "device": "null" if self.tiny else "cuda"}
         self.tokens = 9 if self.tiny else 65
         self.figures: list[Figure] = []
+        self.said: dict = {}  # what goes to the file besides
 
     @property
     def left(self):
@@ -136,17 +139,17 @@ class Bench:
         return 2 * source.nbytes / best
 
     def parity(self):
-        """Families whose tokens differ from transformers', or that fail, with what was said; and how many agree."""
+        """Families whose tokens differ from transformers' or that fail, with what was said; those not run; how many agree."""
         sys.path.insert(0, str(TESTS))
         from families import FAMILIES  # noqa: PLC0415 - of the tests, which are beside this file
         from models import new_tokens, random_prompt, reference  # noqa: PLC0415
 
-        wrong, good = {}, 0
+        wrong, late, good = {}, [], 0
         families = [family for family in FAMILIES if family.model_class is not None]
         for family in families[:2] if self.tiny else families:
             variant = next(iter(family.variants))
-            if self.left < 0.7 * self.options.seconds:
-                wrong[family.name] = "not run: no time"
+            if self.left < 0.8 * self.options.seconds:
+                late.append(family.name)
                 continue
             try:
                 model = family.build(variant)
@@ -168,7 +171,7 @@ class Bench:
                     good += 1
             except Exception as error:
                 wrong[family.name] = f"{type(error).__name__}: {error}"[:300]
-        return wrong, good
+        return wrong, late, good
 
     def staticgen(self, model, rows, cache, compiler, figure):
         session = Session(
@@ -177,16 +180,24 @@ class Bench:
         )  # fmt: skip
         figure.compiles, figure.compile_seconds = session.stats.compiles, session.stats.compile_seconds
         ids = torch.randint(3, 128, (rows, 16), generator=torch.Generator().manual_seed(1))
-        best = float("inf")
-        for _ in range(3):
-            session.generate(ids, torch.ones_like(ids), max_new_tokens=self.tokens, do_sample=False)
-            assert session.stats.last.loop == "device"
-            best = min(best, session.stats.last.seconds_per_token)
+
+        def run(count):
+            begin = time.perf_counter()
+            session.generate(ids, torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+            assert count == 1 or session.stats.last.loop == "device"
+            return time.perf_counter() - begin
+
+        seconds = self.per_step(run)
         assert session.stats.compiles == figure.compiles
-        return best
+        return seconds
+
+    def per_step(self, run):
+        """Seconds of a decode step: a long call less a short one, so that prefill is in both."""
+        short = min(run(1) for _ in range(2))
+        return (min(run(self.tokens) for _ in range(2)) - short) / (self.tokens - 1)
 
     def transformers(self, given_model, rows, cache, static, figure):
-        """Seconds of a decode step: a long call less a short one, so that prefill is in both."""
+        """Seconds of a decode step."""
         model = self.copy(given_model)
         prompt = 16 if static else cache - self.tokens
         ids = torch.randint(3, 128, (rows, prompt), generator=torch.Generator().manual_seed(1)).to(self.device)
@@ -220,8 +231,7 @@ class Bench:
             figure.compiles = counters["unique_graphs"] - graphs
             if static and not figure.compiles:
                 raise RuntimeError("transformers compiled nothing")
-            short = min(run(1) for _ in range(2))
-            return (min(run(self.tokens) for _ in range(2)) - short) / (self.tokens - 1)
+            return self.per_step(run)
 
     def measure(self, case, runtime, work, bandwidth, needed):
         figure = Figure(*case, runtime)
@@ -237,24 +247,45 @@ class Bench:
         except Exception as error:
             figure.problem = f"{type(error).__name__}: {error}"[:300]
         finally:
+            print(figure, flush=True)
             self.free()
+            self.save()
+
+    def save(self):
+        """What there is so far: a run that is stopped has said that much."""
+        if self.options.json:
+            result = {**self.said, "figures": [asdict(figure) for figure in self.figures]}
+            self.options.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
 
     def speed(self, bandwidth):
         cases = [(name, rows, 32) for name, rows, _ in CASES[:1]] if self.tiny else CASES
         names = list(dict.fromkeys(name for name, _, _ in cases))
         models = {name: random_model(TINY if self.tiny else LLAMAS[name]) for name in names}
         # Each contestant's weights are on the GPU while it runs, and no longer.
-        for case in cases:
-            self.compare(case, models[case[0]], bandwidth)
+        plain = [compiler for compiler in self.options.compile if compiler == "none"]
+        slow = [compiler for compiler in self.options.compile if compiler != "none"]
+        for case in cases[:2]:
+            self.ours(case, models[case[0]], bandwidth, self.options.compile)
+            self.theirs(case, models[case[0]], bandwidth)
+        for case in cases[2:]:
+            self.ours(case, models[case[0]], bandwidth, plain)
+            self.theirs(case, models[case[0]], bandwidth)
+        for case in cases[2:]:
+            self.ours(case, models[case[0]], bandwidth, slow)
 
-    def compare(self, case, model, bandwidth):
-        """All contestants at one size."""
+    def ours(self, case, model, bandwidth, compilers):
+        """staticgen at one size."""
         _, rows, cache = case
         needed = bytes_per_step(model, rows, cache)
-        for compiler in self.options.compile:
+        for compiler in compilers:
             runtime = "staticgen cuda" + (f", compile={compiler}" if compiler != "none" else "")
             work = partial(self.staticgen, model, rows, cache, compiler)
             self.measure(case, runtime, work, bandwidth, needed)
+
+    def theirs(self, case, model, bandwidth):
+        """transformers at one size."""
+        _, rows, cache = case
+        needed = bytes_per_step(model, rows, cache)
         static = partial(self.transformers, model, rows, cache, True)
         self.measure(case, "transformers, static cache, torch.compile", static, bandwidth, needed)
         runtime = "transformers, dynamic cache"
@@ -274,14 +305,17 @@ class Bench:
         return other.eval()
 
 
-def show(bench, bandwidth, wrong, good, device):
-    console = Console(width=140)
+def show(bench):
+    console, said = Console(width=140), bench.said
     console.print(
-        f"{device}: copy bandwidth {bandwidth / 1e12:.3f} TB/s; torch {torch.__version__}, transformers {transformers.__version__}"
+        f"{said['device']}: copy bandwidth {said['bandwidth'] / 1e12:.3f} TB/s; torch {said['torch']}, "
+        f"transformers {said['transformers']}"
     )
-    console.print(f"parity in float32: {good} families agree with transformers token for token")
-    for name, reason in wrong.items():
+    console.print(f"parity in float32: {said['families']} families agree with transformers token for token")
+    for name, reason in said["wrong"].items():
         console.print(f"  {name}: {reason}", markup=False)
+    if said["late"]:
+        console.print(f"  not run for want of time: {', '.join(said['late'])}")
     table = Table(title="decode, bfloat16, greedy")
     for column in ("model", "rows", "cache", "", "tokens/s", "ms/step", "% of bandwidth", "graphs", "compile s"):
         table.add_column(column)
@@ -317,16 +351,13 @@ def main(arguments=None):
     bench = Bench(options)
     device = "the CPU, through the null graph" if options.tiny else torch.cuda.get_device_name()
     bandwidth = bench.copy_bandwidth()
-    wrong, good = bench.parity()
+    wrong, late, good = bench.parity()
+    bench.said = {
+        "date": time.strftime("%Y-%m-%d"), "device": device, "bandwidth": bandwidth, "families": good, "wrong": wrong,
+        "late": late, "torch": torch.__version__, "transformers": transformers.__version__,
+    }  # fmt: skip
     bench.speed(bandwidth)
-    show(bench, bandwidth, wrong, good, device)
-    if options.json:
-        result = {
-            "date": time.strftime("%Y-%m-%d"), "device": device, "bandwidth": bandwidth, "families": good, "wrong": wrong,
-            "torch": torch.__version__, "transformers": transformers.__version__,
-            "figures": [asdict(figure) for figure in bench.figures],
-        }  # fmt: skip
-        options.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    show(bench)
     return int(bool(wrong))
 
 
