@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import models
 import pytest
 import torch
 from families import FAMILIES
@@ -64,3 +65,12 @@ def test_nothing_of_the_absent_gpu_stays(kernels):
         assert torch.cuda.get_device_capability() == (8, 0)
     with pytest.raises((RuntimeError, AssertionError)):
         torch.cuda.get_device_capability()
+
+
+def test_each_chip_has_its_own_code(kernels):
+    step, shape = step_for(models.llama(), StepForm("spread")), StepShape(1, 1, 128)
+    codes = {
+        chip: kernels.machine_code(kernels.lowered(step, shape, chip, 1).source, chip) for chip in ("sm_80", "sm_90")
+    }
+    assert all(min(sizes.values()) > 1000 for sizes in codes.values())
+    assert tuple(codes["sm_80"].values()) != tuple(codes["sm_90"].values())
