@@ -17,7 +17,7 @@ from transformers import (
 
 from staticgen import Session
 from staticgen.cache import KVBuffers, KVMemory
-from staticgen.device_loop import BROKEN, LOOK_EVERY, MOST_EOS, LoopState, advance, draw, restrict, uniform
+from staticgen.device_loop import BROKEN, LOOK_EVERY, MOST_EOS, NO_LIMIT, LoopState, advance, draw, restrict, signed, uniform
 from staticgen.shapes import StepForm
 from staticgen.step import step_for
 
@@ -35,6 +35,7 @@ def session(tiny_llama):
 SETTINGS = [
     {},
     {"temperature": 0.3},
+    {"top_k": 1},
     {"top_k": 5},
     {"top_p": 0.4},
     {"top_p": 0.0},
@@ -65,6 +66,34 @@ def test_what_may_be_drawn_is_what_transformers_leaves(settings):
     assert torch.equal(restrict(tied, *tensors)[0], chain(None, tied.clone()).sort(dim=-1).values)
 
 
+def test_what_is_just_at_a_limit_is_what_transformers_leaves():
+    """Four equal shares: a sum of 0.5 is not above it, and a share that is the best one's is not below it."""
+    equal, off = torch.zeros(1, 4), torch.tensor([NO_LIMIT])
+    for top_p, min_p in ((0.5, 0.0), (1.0, 1.0)):
+        left = restrict(equal, torch.ones(1), off, torch.tensor([top_p]), torch.tensor([min_p]))[0].isfinite().sum()
+        chain = LogitsProcessorList([TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)])
+        assert left == chain(None, equal.clone()).isfinite().sum()
+
+
+def splitmix64(state, count):
+    """The ``count``-th number, from 1 on, after Steele, Lea and Flood, by whole numbers of Python."""
+    mask = 2**64 - 1
+    mixed = (state + 0x9E3779B97F4A7C15 * count) & mask
+    mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & mask
+    mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & mask
+    return mixed ^ mixed >> 31
+
+
+@pytest.mark.parametrize("seed", [0, 1234567, -3, 2**40 + 1, 2**63 + 9])
+def test_random_numbers_are_those_of_splitmix64(seed):
+    """The number of a row is drawn from a state that is drawn for the step; so it is on every device and for ever."""
+    assert splitmix64(1234567, 1) == 6457827717110365317  # as published
+    for drawn in (0, 1, 77):
+        found = uniform(torch.tensor([signed(seed)]), torch.tensor([drawn]), 3)
+        state = splitmix64(seed, drawn + 1)
+        assert found.tolist() == [(splitmix64(state, row + 1) >> 11) / 2**53 for row in range(3)]
+
+
 def test_random_numbers_are_uniform_and_follow_from_seed_and_count():
     seed = torch.tensor([7])
     numbers = torch.stack([uniform(seed, torch.tensor([count]), 50) for count in range(400)])
@@ -87,6 +116,9 @@ def test_a_number_chooses_by_the_distribution():
     assert shares == pytest.approx([100, 0, 500, 400], abs=1)
     for edge in (0.0, 1 - 2.0**-53):
         assert int(draw(scores, torch.tensor([edge], dtype=torch.float64))) != 1
+        many = torch.randn(500, 33, generator=torch.Generator().manual_seed(0))
+        best = draw(many, torch.full((500,), edge, dtype=torch.float64))
+        assert torch.equal(best, many.argmax(dim=-1) if edge else many.argmin(dim=-1))
 
 
 def test_sampling_on_the_device_is_sampling_on_the_host(tiny_llama, session):
@@ -265,6 +297,8 @@ def test_one_logit_that_is_nan_marks_its_row(tiny_llama, sampled):
     state.begin(torch.zeros(2, 1).long(), torch.zeros(2, 1).long(), eos=(), fill=0, window=None)
     logits = torch.full((2, 128), -torch.inf)
     logits[:, 9] = 1.0
+    if not sampled:
+        logits[:, 20] = 1.0  # of equals, the first
     logits[1, 3] = torch.nan
     new = KVBuffers(step.cache_spec, 2, 1)
     advance(lambda *_: (logits, *new.keys, *new.values), state, KVMemory(step.cache_spec, 2, 8), sampled)
