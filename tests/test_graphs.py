@@ -69,7 +69,7 @@ def test_a_result_that_has_died_is_not_taken_for_another_tensor():
     graphs, own, result = NullGraphs(), torch.zeros(2), torch.zeros(2)
 
     def work():
-        own * 2  # noqa: B018 - what dies at once
+        own * 2
         result.copy_(torch.nn.Parameter(own))
 
     graph = graphs.record(work, [own], [result])
