@@ -134,7 +134,8 @@ class NullGraphs(Graphs):
     def _record(
         self, work: Callable[[], None], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> Graph:
-        with _NoLists(), _Recorder() as recorder:
+        # In inference mode some operations would hide those that they are made of.
+        with torch.inference_mode(False), torch.no_grad(), _NoLists(), _Recorder() as recorder:
             if work() is not None:  # type: ignore[func-returns-value]
                 raise RuntimeError(
                     "work that is recorded must return nothing: what it returns, the next replay overwrites"
@@ -213,7 +214,7 @@ class _Recorder(TorchDispatchMode):
         self._alive: list[Any] = []  # so that no id is used twice
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        _refuse(func, args)
+        _refuse(func, args, kwargs or {})
         leaves, form = tree_flatten((args, kwargs or {}))
         kept = [self._kept(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         result = func(*args, **(kwargs or {}))
@@ -239,7 +240,7 @@ class _NoLists(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _refuse(func: Any, args: Any) -> None:
+def _refuse(func: Any, args: Any, kwargs: Any) -> None:
     name = func.overloadpacket.__name__
     if name in _READ_BY_THE_HOST:
         raise RuntimeError(f"{name}: the host cannot ask for numbers while work is recorded")
@@ -247,10 +248,15 @@ def _refuse(func: Any, args: Any) -> None:
         raise RuntimeError(f"{func}: what a library's own operation does cannot be seen, so that it is not recorded")
     if name == "lift_fresh":
         raise RuntimeError("a tensor is made from numbers of the host while work is recorded; make it before")
-    if name == "index" and any(part is not None and part.dtype == torch.bool for part in args[1]):
-        raise RuntimeError("index: a mask chooses a number of elements that is not known while work is recorded")
+    masks = name in _INDEXES and any(part is not None and part.dtype in (torch.bool, torch.uint8) for part in args[1])
+    if masks and not (name != "index" and args[2].numel() == 1):  # one number for all that a mask chooses fills them
+        raise RuntimeError(f"{name}: a mask chooses a number of elements that is not known while work is recorded")
+    if name == "repeat_interleave" and kwargs.get("output_size") is None:
+        raise RuntimeError("repeat_interleave: without output_size the host asks for numbers while work is recorded")
 
 
+_INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_"}
 _READ_BY_THE_HOST = {
-    "_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select", "unique_dim", "_unique2", "bincount",
+    "_local_scalar_dense", "nonzero", "equal", "allclose", "masked_select", "unique_dim", "_unique2", "unique_consecutive",
+    "unique_dim_consecutive", "bincount",
 }  # fmt: skip

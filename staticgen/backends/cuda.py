@@ -27,7 +27,7 @@ from staticgen.errors import BackendUnavailableError, CompileError, DoesNotFitEr
 from staticgen.facts import StepFacts
 from staticgen.graphs import Graph, Graphs, NullGraphs
 from staticgen.profiles import load_profile
-from staticgen.shapes import StepShape, largest_that_fits
+from staticgen.shapes import EMPTY, StepShape, largest_that_fits
 
 if TYPE_CHECKING:
     from staticgen.step import Step
@@ -135,7 +135,9 @@ class CudaProgram(Program):
         self._loops: dict[bool, Graph] = {}
 
     def record_loop(self, graphs: Graphs, compiled: _Compiled, state: LoopState) -> None:
-        """Record both ways to choose tokens."""
+        """Record both ways to choose tokens, on rows that have ended: what that leaves in the cache is no token's."""
+        ended = torch.full((self.shape.batch, 1), EMPTY, dtype=torch.int64, device="cpu")
+        state.begin(torch.zeros_like(ended), ended, eos=(), fill=0, window=None)
         for sampled in (False, True):
             self._loops[sampled] = graphs.record(partial(advance, compiled, state, self._memory, sampled))
 
