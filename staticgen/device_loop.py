@@ -97,12 +97,6 @@ class LoopState:
         self.seed.fill_(signed(seed))
         self.drawn.fill_(drawn)
 
-    def start_over(self) -> None:
-        """Be where nothing was generated: what a loop can be recorded from."""
-        self.position_ids.zero_()
-        self.column.zero_()
-        self.place([0] * len(self.slots))
-
     def place(self, slots: Sequence[int]) -> None:
         """The slot that the next token takes, for each window of the cache that the next step runs over."""
         for own, slot in zip(self.slots, slots, strict=True):

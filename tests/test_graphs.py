@@ -15,6 +15,54 @@ def replay(graphs, graph, *given):
         graph.replay(*given)
 
 
+def doubled(graphs, number=2):
+    own, result = torch.zeros(3), torch.zeros(3)
+    return own, result, graphs.record(lambda: nothing(result.copy_(own * number + own.sum())), [own], [result])
+
+
+def test_a_replay_is_what_was_recorded_on_what_it_is_given():
+    own, result, graph = doubled(NullGraphs())
+    assert result.isnan().all() and own.isnan().all()  # nothing has run yet, whatever warm-up left there
+    graph.replay(torch.tensor([1.0, 2.0, 3.0]))
+    assert result.tolist() == [8.0, 10.0, 12.0]
+    assert own.isnan().all()  # what is not given again is not there
+    held = result
+    graph.replay(torch.zeros(3))
+    assert held.tolist() == [0.0, 0.0, 0.0]  # it belonged to the graph
+
+
+def test_numbers_of_python_are_those_of_the_recording():
+    factor, result = [2], torch.zeros(1)
+    own = torch.zeros(1)
+    graph = NullGraphs().record(lambda: nothing(result.copy_(own * factor[0])), [own], [result])
+    factor[0] = 100
+    graph.replay(torch.ones(1))
+    assert result.item() == 2.0
+
+
+def test_a_tensor_that_nobody_holds_is_gone():
+    held, result = [torch.ones(3)], torch.zeros(3)
+    graph = NullGraphs().record(lambda: nothing(result.copy_(held[0])), outputs=[result])
+    graph.replay()
+    assert result.tolist() == [1.0, 1.0, 1.0]
+    held.clear()
+    with pytest.raises(RuntimeError, match="reads a tensor that is gone"):
+        graph.replay()
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        (lambda a: nothing(a.add_(torch.tensor([1.0]))), "made from numbers of the host"),
+        (lambda a: a + 1, "must return nothing"),
+    ],
+)
+def test_what_a_capture_would_take_in_as_it_was_or_lose(work, message):
+    own = torch.ones(1)
+    with pytest.raises(RuntimeError, match=message):
+        NullGraphs().record(lambda: work(own), [own])
+
+
 def test_a_replay_takes_all_inputs_or_none():
     graphs, own, result = NullGraphs(), [torch.zeros(1), torch.zeros(1)], torch.zeros(1)
     graph = graphs.record(lambda: nothing(result.copy_(own[0] - own[1])), own, [result])

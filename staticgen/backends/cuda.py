@@ -138,6 +138,7 @@ class CudaProgram(Program):
         """Record both ways to choose tokens, on rows that have ended: what that leaves in the cache is no token's."""
         ended = torch.full((self.shape.batch, 1), EMPTY, dtype=torch.int64, device="cpu")
         state.begin(torch.zeros_like(ended), ended, eos=(), fill=0, window=None)
+        state.place([0] * len(state.slots))  # the last one recorded may have had more of them
         for sampled in (False, True):
             self._loops[sampled] = graphs.record(partial(advance, compiled, state, self._memory, sampled))
 
@@ -210,9 +211,7 @@ class CudaBackend(Backend):
             try:
                 program, compiled = self._record(step, shape, module, memory)
                 if shape.tokens == 1:
-                    state = self.loop_state(step, shape.batch)
-                    state.start_over()
-                    program.record_loop(self._graphs, compiled, state)
+                    program.record_loop(self._graphs, compiled, self.loop_state(step, shape.batch))
             except RuntimeError as error:
                 raise CompileError(f"backend 'cuda' cannot record the step {shape} in {step.dtype}: {error}") from error
             finally:
