@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from staticgen.errors import UnknownNameError
 from staticgen.layouts import LAYOUTS
-from staticgen.shapes import StepForm
+from staticgen.shapes import Attention, StepForm
 
 DTYPES = ("float32", "bfloat16", "float16")  # in which a model's weights and cache can be
 PEAK_DTYPES = (*DTYPES, "float8", "int8", "int4")
@@ -202,7 +202,7 @@ def _parse(name: str, file: str, table: Mapping[str, Any]) -> Profile:
         dtypes=dtypes,
         layout=check.one_of("layout", table["layout"], LAYOUTS.names()),
         form=StepForm(
-            check.one_of("attention", table["attention"], ("split", "concat")),  # type: ignore[arg-type]
+            check.one_of("attention", table["attention"], get_args(Attention)),  # type: ignore[arg-type]
             check.truth("transposed_keys", table["transposed_keys"]),
             check.truth("late_heads", table.get("late_heads", False)),
             check.truth("fed", table.get("fed", False)),

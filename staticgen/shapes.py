@@ -27,6 +27,9 @@ class StepShape:
         return f"[batch {self.batch}, tokens {self.tokens}, cache {self.cache_length}]"
 
 
+Attention = Literal["split", "spread", "concat", "sdpa"]
+
+
 @dataclass(frozen=True)
 class StepForm:
     """How a target wants the attention of the step to be written; every form gives the same numbers.
@@ -45,7 +48,7 @@ class StepForm:
             float16, which cannot hold positions above 2048 (:mod:`staticgen.feeds`); for backends that compile ahead.
     """
 
-    attention: Literal["split", "spread", "concat", "sdpa"] = "split"
+    attention: Attention = "split"
     transposed_keys: bool = False
     late_heads: bool = False
     fed: bool = False

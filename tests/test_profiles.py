@@ -173,7 +173,7 @@ def test_an_unknown_entry_is_named_with_those_there_are(key):
         ("dtypes", [["float32"]], "a list of some of"),
         ("layout", "dynamic", "one of ring, shift"),
         ("layout", 3, "one of ring"),
-        ("attention", "flash", "one of split, concat"),
+        ("attention", "flash", "one of split, spread, concat, sdpa"),
         ("transposed_keys", "no", "true or false"),
         ("transposed_keys", 0, "true or false"),
         ("late_heads", 1, "true or false"),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch.export import ExportedProgram
@@ -27,13 +27,13 @@ from staticgen.errors import BackendUnavailableError, CompileError, DoesNotFitEr
 from staticgen.facts import StepFacts
 from staticgen.graphs import Graph, Graphs, NullGraphs
 from staticgen.profiles import load_profile
-from staticgen.shapes import EMPTY, StepShape, largest_that_fits
+from staticgen.shapes import EMPTY, Attention, StepShape, largest_that_fits
 
 if TYPE_CHECKING:
     from staticgen.step import Step
 
-# What backend_options may hold; the first of each is the default.
-_OPTIONS = {"compile": ("none", "auto", "inductor"), "attention": ("spread", "split", "concat", "sdpa")}
+# What backend_options may hold.
+_OPTIONS = {"compile": ("none", "auto", "inductor"), "attention": get_args(Attention)}
 # Inductor writes products with one row itself, in loops that it measures, instead of leaving them to a library that
 # reads weights at less than the memory's speed, and puts what comes before and after into the same kernels.
 INDUCTOR: dict[str, Any] = {"coordinate_descent_tuning": True}
@@ -157,8 +157,8 @@ class CudaBackend(Backend):
 
     ``options``: ``compile`` says whether ``torch.compile`` rewrites a step before it is recorded, which takes minutes for
     a large model, the first time: ``"none"``, ``"inductor"``, or ``"auto"``, which records decode steps both ways and
-    keeps what replays faster. ``attention`` is ``"spread"``,
-    ``"split"``, ``"concat"`` or ``"sdpa"``; see :class:`staticgen.shapes.StepForm`.
+    keeps what replays faster. ``attention`` is ``"spread"``, ``"split"``, ``"concat"`` or ``"sdpa"``, in place of the
+    profile's; see :class:`staticgen.shapes.StepForm`.
     """
 
     name = "cuda"
@@ -166,14 +166,15 @@ class CudaBackend(Backend):
 
     def __init__(self, device: str | None = None, options: Mapping[str, str] | None = None):
         super().__init__((device or "cuda").lower(), options)
-        self._options = _read_options(options or {})
+        given = _read_options(options or {})
         self.emulated = self.device == "null"
-        if self.emulated and self._options["compile"] == "inductor":
+        if self.emulated and given.get("compile") == "inductor":
             raise ValueError(
                 "backend_options: compile='inductor' is not for device 'null', which cannot see what compiled code does"
             )
         self._graphs: Graphs = NullGraphs() if self.emulated else CudaGraphs(_find_device(self.device))
         profile = load_profile("nvidia" if self.emulated else _profile_of(self._graphs.device))
+        self._options = {"compile": "none", "attention": profile.form.attention, **given}
         self.form = replace(profile.form, attention=self._options["attention"])  # type: ignore[arg-type]
         self.prefill_buckets, self.cache_sizes = profile.prefill_buckets, profile.cache_sizes
         self._weights: dict[str, torch.Tensor] = {}
@@ -359,7 +360,7 @@ def _read_options(given: Mapping[str, str]) -> dict[str, str]:
             )
         if value not in _OPTIONS[name]:
             raise ValueError(f"backend_options has {name}={value!r}, expected one of {', '.join(_OPTIONS[name])}")
-    return {**{name: values[0] for name, values in _OPTIONS.items()}, **given}
+    return dict(given)
 
 
 def _find_device(name: str) -> torch.device:
