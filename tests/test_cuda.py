@@ -286,6 +286,15 @@ def test_overflow(overflow, family):
     assert len(found[0][0]) == (5 if overflow == "stop" else 24)
 
 
+def test_the_oldest_goes_first_in_a_cache_that_has_grown(tiny_llama):
+    prompts, found = [random_prompt(4), random_prompt(7)], []
+    for target in ({"backend": "eager", "prefill_buckets": [8]}, NULL):
+        session = Session(tiny_llama, max_length=20, batch_size=2, cache_sizes=[13], overflow="slide", **target)
+        found.append(new_tokens(session.generate(prompts, max_new_tokens=40), 7))
+    assert session.stats.last.loop == "device"
+    assert found[0] == found[1]
+
+
 def test_a_prefix_and_what_the_prefix_cache_keeps(tiny_llama, session):
     prompt = random_prompt(18)
     expected = reference(tiny_llama, prompt, 12)
