@@ -233,17 +233,19 @@ def static_attention(
     mask = step.mask(layer, sliding_window)[:, None, None, -tokens:]
     sink = None if s_aux is None else s_aux.float().reshape(1, kv_heads, group, 1, 1).expand(batch, -1, -1, tokens, 1)
 
-    def finished(scores: torch.Tensor, columns: slice) -> torch.Tensor:
-        """Products with the keys of these columns, [B, K, G * T, n], as scores: float32 [B, K, G, T, n]."""
+    def finished(scores: torch.Tensor, part: slice | None = None) -> torch.Tensor:
+        """Products with the keys of a part of the columns, [B, K, G * T, n], as scores: float32 [B, K, G, T, n]."""
+        seen, added = (mask, bias) if part is None else (mask[..., part], None if bias is None else bias[..., part])
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        scores = scores.float().reshape(batch, kv_heads, group, tokens, -1)
-        if bias is not None:
-            scores = scores + bias.reshape(bias.shape[0], kv_heads, group, bias.shape[2], -1)[..., columns]
-        return scores.masked_fill(~mask[..., columns], MASKED)
+        columns = scores.shape[3]
+        scores = scores.float().reshape(batch, kv_heads, group, tokens, columns)
+        if added is not None:
+            scores = scores + added.reshape(added.shape[0], kv_heads, group, added.shape[2], columns)
+        return scores.masked_fill(~seen, MASKED)
 
     if past_keys is None or past_values is None:
-        output = _weights(finished(query @ new_keys, slice(None)), sink, query) @ new_values
+        output = _weights(finished(query @ new_keys), sink, query) @ new_values
     else:
         slots = past_values.shape[2]
         past, new = query @ past_keys, query @ new_keys
@@ -251,7 +253,7 @@ def static_attention(
             alone = [finished(new, slice(slots, None)), *([] if sink is None else [sink])]
             output = _in_parts(finished(past, slice(slots)), torch.cat(alone, dim=-1), past_values, new_values)
         else:
-            weights = _weights(finished(torch.cat([past, new], dim=3), slice(None)), sink, query)
+            weights = _weights(finished(torch.cat([past, new], dim=3)), sink, query)
             output = weights[..., :slots] @ past_values + weights[..., slots:] @ new_values
     return output.reshape(batch, heads, tokens, output.shape[3]).transpose(1, 2).contiguous(), None
 
