@@ -11,6 +11,7 @@ blob of OpenVINO's is. A bundle's loader has compared it with the manifest befor
 from __future__ import annotations
 
 import platform
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -237,7 +238,11 @@ def _export(step: Step, shape: StepShape) -> torch.export.ExportedProgram:
     exported = torch.export.export(step, step.example_inputs(shape), strict=False)
     aten = torch.ops.aten
     rewritten = {aten.linear.default: _linear, aten.addmm.default: _addmm}
-    return exported.run_decompositions(rewritten)
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", ".*LeafSpec.* is deprecated", FutureWarning
+        )  # of torch's own code, about itself
+        return exported.run_decompositions(rewritten)
 
 
 def _linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
