@@ -15,8 +15,10 @@ if HAS_XLA:
 
 def counts():
     """What torch-xla has counted so far, by name; of a metric, how many samples it has."""
+    from torch_xla.core import xla_model
     from torch_xla.debug import metrics
 
+    xla_model.wait_device_ops()  # an execution is counted when it has ended
     found = {name: metrics.counter_value(name) for name in metrics.counter_names()}
     return found | {name: metrics.metric_data(name)[0] for name in metrics.metric_names()}
 
