@@ -278,7 +278,8 @@ def step_for(model: PreTrainedModel, form: StepForm) -> Step:
     with _steps_lock:
         steps = _steps.setdefault(model, {})
         if form not in steps or steps[form].stamp != model_stamp(model):
-            steps[form] = Step(model, form)
+            with torch.autocast("cpu", enabled=False):  # the caller's, in which the step would not be the model
+                steps[form] = Step(model, form)
         return steps[form]
 
 
