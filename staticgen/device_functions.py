@@ -26,7 +26,7 @@ from types import SimpleNamespace
 import torch
 
 from staticgen.cache import KVBuffers, KVMemory, members_of, stack_shapes
-from staticgen.device_loop import LOOK_EVERY, MOST_EOS, advance
+from staticgen.device_loop import LOOK_EVERY, MOST_EOS, advance, past_of
 from staticgen.facts import StepFacts
 from staticgen.functions import TensorSpec
 from staticgen.rotary import Rotation
@@ -79,10 +79,9 @@ class Drafts:
 
         def call(given: Tensors) -> Tensors:
             memory = self._memory(given)
-            past = (*memory.slot_positions, *memory.buffers.keys, *memory.buffers.values)
             assert self._run_step is not None
             inputs = given["token_ids"], given["position_ids"], given["first_positions"]
-            logits, *new = self._run_step(*inputs, *past)
+            logits, *new = self._run_step(*inputs, *past_of(memory))
             stacks: Tensors = {"logits": logits}
             for index, members in enumerate(members_of(self._spec).values()):
                 stacks[f"new_keys.{index}"] = torch.stack([new[member] for member in members])

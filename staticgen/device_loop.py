@@ -117,6 +117,11 @@ class LoopState:
         return [step % LOOK_EVERY for step in range(self._made - count, self._made)]
 
 
+def past_of(memory: KVMemory) -> tuple[torch.Tensor, ...]:
+    """What a step is given of the cache: slot positions, keys, values."""
+    return (*memory.slot_positions, *memory.buffers.keys, *memory.buffers.values)
+
+
 def fetch_now(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Copy a tensor to the CPU at once; gives what gives it."""
     copy = tensor.to("cpu", copy=True)
@@ -143,8 +148,7 @@ def advance(
     """
     positions = state.position_ids
     first = (positions - (state.window - 1)).clamp(min=0)
-    past = (*memory.slot_positions, *memory.buffers.keys, *memory.buffers.values)
-    logits, *new = step(state.token_ids, positions, first, *past)
+    logits, *new = step(state.token_ids, positions, first, *past_of(memory))
     if sampled:
         ordered, order = restrict(logits, state.temperature, state.top_k, state.top_p, state.min_p)
         chosen = pick(ordered, order, uniform(state.seed, state.drawn, logits.shape[0], precision))

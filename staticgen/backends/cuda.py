@@ -22,7 +22,7 @@ from torch.export.passes import move_to_device_pass
 
 from staticgen.backends.base import Backend, Program
 from staticgen.cache import KVBuffers, KVCache, KVMemory
-from staticgen.device_loop import LoopState, advance
+from staticgen.device_loop import LoopState, advance, past_of
 from staticgen.errors import BackendUnavailableError, CompileError, DoesNotFitError, UnknownNameError
 from staticgen.facts import StepFacts
 from staticgen.graphs import Graph, Graphs, NullGraphs
@@ -125,7 +125,7 @@ class CudaProgram(Program):
         self._logits = torch.zeros(shape.batch, step.logits_size, dtype=torch.float32, device=device)
         self._new = KVBuffers(step.cache_spec, shape.batch, shape.tokens, device=device)
         outputs = [self._logits, *self._new.keys, *self._new.values]
-        past = _past(memory)
+        past = past_of(memory)
 
         def work() -> None:
             for buffer, tensor in zip(outputs, compiled(*inputs, *past), strict=True):
@@ -215,9 +215,6 @@ class CudaBackend(Backend):
                     program.record_loop(self._graphs, compiled, self.loop_state(step, shape.batch))
             except RuntimeError as error:
                 raise CompileError(f"backend 'cuda' cannot record the step {shape} in {step.dtype}: {error}") from error
-            finally:
-                for held in memory.slot_positions:  # to record is to run on whatever was there
-                    held.fill_(-1)
             return program
 
     def _record(
@@ -237,7 +234,7 @@ class CudaBackend(Backend):
         compiled = _rewritten(module)
         try:  # before it is recorded, since nothing can go on after a recording that failed
             with torch.no_grad():
-                compiled(*_new_inputs(shape, self._graphs.device), *_past(memory))
+                compiled(*_new_inputs(shape, self._graphs.device), *past_of(memory))
         except Exception as error:  # of torch.compile, which raises anything
             logger.warning(
                 "the step %s runs as it is written, because torch.compile cannot rewrite it: %s", shape, error
@@ -319,11 +316,6 @@ def on_device(program: ExportedProgram, device: torch.device, weights: dict[str,
 def _new_inputs(shape: StepShape, device: torch.device) -> list[torch.Tensor]:
     """Token ids, positions and first positions of a step."""
     return [torch.zeros(shape.batch, shape.tokens, dtype=torch.int64, device=device) for _ in range(3)]
-
-
-def _past(memory: KVMemory) -> tuple[torch.Tensor, ...]:
-    """The other inputs of a step."""
-    return (*memory.slot_positions, *memory.buffers.keys, *memory.buffers.values)
 
 
 def _rewritten(module: _Compiled) -> _Compiled:
